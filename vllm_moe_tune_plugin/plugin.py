@@ -1,0 +1,155 @@
+"""The plugin's life in one process: register, report, unregister."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import logging
+import os
+import pathlib
+import sys
+import threading
+from collections.abc import Sequence
+
+from vllm_moe_tune_plugin import tunings
+from vllm_moe_tune_plugin.ledger import State, TuningRecord
+from vllm_moe_tune_plugin.patching import Advice, ImportWatch, Notice, Patch, Verdict
+from vllm_moe_tune_plugin.settings import Settings
+from vllm_moe_tune_plugin.stack import exists
+
+# Below vLLM's own logger, so that its handlers show these lines with rank and pid.
+logger = logging.getLogger("vllm.moe_tune")
+
+_watch = ImportWatch()
+_lock = threading.RLock()
+_session: Session | None = None
+
+# When this returns, a worker has loaded the model, run it and captured its CUDA graphs: all that serves has been imported.
+_MODEL_IS_UP = (
+    "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
+    "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
+)
+
+
+class Session:
+    """All patches between one ``register()`` and its ``unregister()``."""
+
+    def __init__(self, version: str, settings: Settings) -> None:
+        self.version = version
+        self.settings = settings
+        self.patches: dict[str, Sequence[Patch]] = {}
+        self._reported = False
+        for name in tunings.NAMES:
+            own = tuple(tunings.patches_of(name, settings))
+            self.patches[name] = own
+            for patch in own:
+                patch.on_failure = functools.partial(_silence, own)
+                if name in settings.disabled:
+                    patch.settle(Verdict(State.DISABLED, "MOE_TUNE_DISABLE names it"))
+                elif not all(map(exists, patch.modules)):
+                    patch.settle(patch.missing())
+        self.reports = [Patch(target, self._report_when_up) for target in _MODEL_IS_UP]
+
+    def start(self) -> None:
+        waiting = [patch for patch in self._all() if patch.state is State.PENDING]
+        for patch in waiting:
+            patch.attempt()
+        _forget_lazy_names()
+        _watch.listen((name for patch in waiting for name in patch.modules), self._arrived)
+        for complaint in self.settings.complaints:
+            logger.warning("moe-tune: %s", complaint)
+        self._debug(f"moe-tune {self.version} is loaded in process {os.getpid()}")
+        for patch in self._all():
+            if patch.state is not State.PENDING:
+                self._debug(f"moe-tune: {patch.target} is {patch.state} {patch.reason}".rstrip())
+
+    def stop(self) -> bool:
+        _watch.stop()
+        clean = [patch.undo() for patch in self._all()]
+        return all(clean)
+
+    def records(self) -> list[TuningRecord]:
+        return [TuningRecord(name, tuple(patch.record() for patch in own)) for name, own in self.patches.items()]
+
+    def _all(self) -> list[Patch]:
+        return [*(patch for own in self.patches.values() for patch in own), *self.reports]
+
+    def _arrived(self, module: str) -> None:
+        for patch in self._all():
+            if module in patch.modules and patch.state is State.PENDING:
+                patch.attempt()
+                self._debug(f"moe-tune: {patch.target} is {patch.state} {patch.reason}".rstrip())
+
+    def _debug(self, line: str) -> None:
+        # At INFO, because vLLM's handlers drop what is below their own level.
+        if self.settings.debug:
+            logger.info(line)
+
+    def _report_when_up(self, _: object) -> Advice:
+        return Notice(lambda worker: self._report())
+
+    def _report(self) -> None:
+        if not self._reported:
+            self._reported = True
+            states = ", ".join(f"{record.name}={record.state}" for record in self.records())
+            logger.info("moe-tune %s: %s", self.version, states)
+            if self.settings.status_dir:
+                self._write_status()
+                atexit.register(self._write_status)
+
+    def _write_status(self) -> None:
+        """Leave the states for whoever asked for them; a folder that cannot be written is no reason to stop an engine."""
+        status = {"version": self.version, "pid": os.getpid(), "tunings": [record.as_json() for record in self.records()]}
+        try:
+            folder = pathlib.Path(self.settings.status_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"moe-tune-{os.getpid()}.json").write_text(json.dumps(status, indent=1))
+        except OSError as error:
+            logger.warning("moe-tune: cannot write to MOE_TUNE_STATUS_DIR: %s", error)
+
+
+def _silence(patches: Sequence[Patch]) -> None:
+    for patch in patches:
+        patch.live = False
+
+
+def start(version: str) -> None:
+    """Start the plugin in this process, once."""
+    global _session
+    with _lock:
+        if _session is None:
+            session = Session(version, Settings.from_environ(os.environ, tunings.NAMES))
+            _session = session
+            session.start()
+
+
+def stop() -> None:
+    """Restore stock behaviour in this process."""
+    global _session
+    with _lock:
+        if _session is not None:
+            session, _session = _session, None
+            if not session.stop():
+                logger.warning("moe-tune: a foreign wrapper still holds one of ours, which now only passes calls on")
+            _forget_lazy_names()
+
+
+def records() -> list[TuningRecord]:
+    """The tunings' states in this process; empty while the plugin is not registered."""
+    return _session.records() if _session is not None else []
+
+
+def settings() -> Settings | None:
+    """The settings in force; None while the plugin is not registered."""
+    return _session.settings if _session is not None else None
+
+
+def _forget_lazy_names() -> None:
+    """Make vLLM's lazy FlashInfer names look their functions up again: they keep what they found first."""
+    module = sys.modules.get("vllm.utils.flashinfer")
+    for function in list(vars(module).values()) if module is not None else []:
+        for cell in getattr(function, "__closure__", None) or ():
+            forget = getattr(cell.cell_contents, "cache_clear", None)
+            if forget is not None:
+                forget()
