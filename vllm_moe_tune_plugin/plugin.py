@@ -45,14 +45,14 @@ class Session:
             self.patches[name] = own
             for patch in own:
                 patch.on_failure = functools.partial(_silence, own)
-                if name in settings.disabled:
+                if name in settings.disable:
                     patch.settle(Verdict(State.DISABLED, "MOE_TUNE_DISABLE names it"))
                 elif not all(map(exists, patch.modules)):
                     patch.settle(patch.missing())
         self.reports = [Patch(target, self._report_when_up) for target in _MODEL_IS_UP]
 
     def start(self) -> None:
-        waiting = [patch for patch in self._all() if patch.state is State.PENDING]
+        waiting = [patch for patch in self.all_patches() if patch.state is State.PENDING]
         for patch in waiting:
             patch.attempt()
         _forget_lazy_names()
@@ -60,30 +60,30 @@ class Session:
         for complaint in self.settings.complaints:
             logger.warning("moe-tune: %s", complaint)
         self._debug(f"moe-tune {self.version} is loaded in process {os.getpid()}")
-        for patch in self._all():
+        for patch in self.all_patches():
             if patch.state is not State.PENDING:
                 self._debug(f"moe-tune: {patch.target} is {patch.state} {patch.reason}".rstrip())
 
     def stop(self) -> bool:
         _watch.stop()
-        clean = [patch.undo() for patch in self._all()]
+        clean = [patch.undo() for patch in self.all_patches()]
         return all(clean)
 
     def records(self) -> list[TuningRecord]:
         return [TuningRecord(name, tuple(patch.record() for patch in own)) for name, own in self.patches.items()]
 
-    def _all(self) -> list[Patch]:
+    def all_patches(self) -> list[Patch]:
         return [*(patch for own in self.patches.values() for patch in own), *self.reports]
 
     def _arrived(self, module: str) -> None:
-        for patch in self._all():
+        for patch in self.all_patches():
             if module in patch.modules and patch.state is State.PENDING:
                 patch.attempt()
                 self._debug(f"moe-tune: {patch.target} is {patch.state} {patch.reason}".rstrip())
 
     def _debug(self, line: str) -> None:
         # At INFO, because vLLM's handlers drop what is below their own level.
-        if self.settings.debug:
+        if self.settings.log == "debug":
             logger.info(line)
 
     def _report_when_up(self, _: object) -> Advice:
@@ -140,9 +140,9 @@ def records() -> list[TuningRecord]:
     return _session.records() if _session is not None else []
 
 
-def settings() -> Settings | None:
-    """The settings in force; None while the plugin is not registered."""
-    return _session.settings if _session is not None else None
+def session() -> Session | None:
+    """What is registered in this process; None while nothing is."""
+    return _session
 
 
 def _forget_lazy_names() -> None:

@@ -15,7 +15,7 @@ PREFIX = "MOE_TUNE_"
 HELP: Mapping[str, str] = {
     "MOE_TUNE_DISABLE": "`all`, or names of tunings separated by commas: these stay stock",
     "MOE_TUNE_LOG": "`debug`: one line for every patch, in every process",
-    "MOE_TUNE_STATUS_DIR": "a folder: each worker writes its states and call counts there as JSON, once the model is up and at exit",
+    "MOE_TUNE_STATUS_DIR": "a folder: each worker leaves its states and call counts there as JSON",
     "MOE_TUNE_CUTLASS_BUCKET": "`1`: also raise the CUTLASS experts' bucket above 8192 (costs memory, vLLM PR 53186)",
 }
 
@@ -28,15 +28,15 @@ class Settings:
     """What the environment asks for.
 
     Attributes:
-        disabled: names of the tunings that the user turned off.
-        debug: log every patch's state.
+        disable: names of the tunings that the user turned off.
+        log: ``info`` or ``debug``.
         status_dir: the folder in which each worker leaves its states, empty for none.
         cutlass_bucket: let the autotune bucket of FlashInfer's CUTLASS experts exceed 8192 tokens.
         complaints: one sentence for each value that means nothing, for the log.
     """
 
-    disabled: frozenset[str] = frozenset()
-    debug: bool = False
+    disable: frozenset[str] = frozenset()
+    log: str = "info"
     status_dir: str = ""
     cutlass_bucket: bool = False
     complaints: tuple[str, ...] = field(default=(), compare=False)
@@ -74,8 +74,8 @@ class Settings:
             complaints.append(f"MOE_TUNE_CUTLASS_BUCKET is {cutlass!r}; it may be 0 or 1")
 
         return cls(
-            disabled=frozenset(disabled),
-            debug=log == "debug",
+            disable=frozenset(disabled),
+            log=log if log == "debug" else "info",
             status_dir=environ.get("MOE_TUNE_STATUS_DIR", "").strip(),
             cutlass_bucket=cutlass in _TRUE,
             complaints=tuple(complaints),

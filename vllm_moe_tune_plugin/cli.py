@@ -1,0 +1,84 @@
+"""The command ``vllm-moe-tune``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vllm_moe_tune_plugin import __version__
+from vllm_moe_tune_plugin.ledger import State
+from vllm_moe_tune_plugin.settings import HELP
+
+_COLOURS = {
+    State.APPLIED: "green",
+    State.NATIVE: "cyan",
+    State.PENDING: "yellow",
+    State.UNSUPPORTED: "yellow",
+    State.DISABLED: "bright_black",
+    State.FAILED: "bold red",
+}
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="vllm-moe-tune")
+def main() -> None:
+    """MoE tunings for stock vLLM: see what they do here."""
+
+
+@main.command()
+@click.option("-v", "--verbose", is_flag=True, help="Show every patch with its target and reason.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(verbose: bool, as_json: bool) -> None:
+    """Show the installed stack, the settings and what became of each tuning.
+
+    Exits with 1 where a tuning failed.
+    """
+    from vllm_moe_tune_plugin.doctor import DoctorError, examine, has_failed
+
+    try:
+        look = examine()
+    except DoctorError as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(look, indent=2))
+    else:
+        _print_look(look, verbose)
+    sys.exit(1 if has_failed(look) else 0)
+
+
+def _print_look(look: dict[str, Any], verbose: bool) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    stack = look["stack"]
+    packages = ("vllm", "flashinfer-python", "torch", "triton", "wrapt", "python")
+    console.print(f"moe-tune {stack['plugin']} with", ", ".join(f"{name} {stack[name] or 'absent'}" for name in packages))
+    console.print("GPU:", stack["gpu"] or "none")
+    loads = "yes" if stack["loaded"] else f"no: {stack['not_loaded_because']}"
+    console.print("vLLM loads the plugin:", escape(loads))
+
+    settings = Table("setting", "value", "meaning", box=None, padding=(0, 2, 0, 0))
+    for name, meaning in HELP.items():
+        value = look["settings"][name.removeprefix("MOE_TUNE_").lower()]
+        shown = ",".join(value) if isinstance(value, list) else str(value)
+        settings.add_row(name, shown or "-", meaning)
+    console.print(settings)
+    for complaint in look["settings"]["complaints"]:
+        console.print(f"[yellow]{escape(complaint)}[/]")
+
+    for tuning in look["tunings"]:
+        console.print(f"[bold]{tuning['name']}[/]: {_coloured(tuning['state'])}", _because(tuning["reason"]))
+        for patch in tuning["patches"] if verbose else ():
+            console.print(f"    {escape(patch['target'])}: {_coloured(patch['state'])}", _because(patch["reason"]))
+
+
+def _because(reason: str) -> str:
+    return f"[bright_black]({escape(reason)})[/]" if reason else ""
+
+
+def _coloured(state: str) -> str:
+    return f"[{_COLOURS[State(state)]}]{state}[/]"

@@ -1,0 +1,135 @@
+"""What the plugin does on this machine: the installed stack, the settings and the state of every patch.
+
+The look is taken in a fresh process (``python -m vllm_moe_tune_plugin.doctor FILE``), in which vLLM's own loader loads the
+plugin and the modules that the patches wait for are imported, as an engine would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import entry_points
+from typing import Any
+
+from vllm_moe_tune_plugin import __version__, plugin, tunings
+from vllm_moe_tune_plugin.ledger import State
+from vllm_moe_tune_plugin.patching import Verdict
+from vllm_moe_tune_plugin.settings import Settings
+from vllm_moe_tune_plugin.stack import PACKAGES, exists, installed
+
+GROUP, NAME = "vllm.general_plugins", "moe_tune"
+
+
+class DoctorError(Exception):
+    """The look could not be taken; the message says what to do."""
+
+
+def why_not_loaded(vllm_plugins: str | None, is_installed: bool) -> str:
+    """Why vLLM would not load the plugin, empty where it would.
+
+    Args:
+        vllm_plugins: the environment's ``VLLM_PLUGINS``, None where it is not set.
+        is_installed: whether the entry point is there.
+    """
+    if not is_installed:
+        return f"no entry point {NAME} in {GROUP}: install the plugin with pip in vLLM's environment"
+    # As vLLM reads it: names are not stripped, and an empty value is one empty name.
+    if vllm_plugins is not None and NAME not in vllm_plugins.split(","):
+        return f"VLLM_PLUGINS is {vllm_plugins!r}, which does not name {NAME}"
+    return ""
+
+
+def _look() -> dict[str, Any]:
+    """Take the look in this process, which is the worse for it."""
+    vllm_plugins = os.environ.get("VLLM_PLUGINS")
+    reason = why_not_loaded(vllm_plugins, any(point.name == NAME for point in entry_points(group=GROUP)))
+    importlib.import_module("vllm.plugins").load_general_plugins()
+    records = plugin.records()
+    if not records:
+        reason = reason or "vLLM's loader did not load it; its log says why"
+        session = plugin.Session(__version__, Settings(disable=frozenset(tunings.NAMES)))
+        for patch in session.all_patches():
+            patch.settle(Verdict(State.DISABLED, reason))
+        records = session.records()
+    else:
+        _import_targets()
+        records = plugin.records()
+    settings = Settings.from_environ(os.environ, tunings.NAMES)
+    values = dataclasses.asdict(settings) | {"disable": sorted(settings.disable)}
+    return {
+        "stack": {
+            "plugin": __version__,
+            **{name: str(installed(name) or "") for name in PACKAGES},
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "gpu": _gpu(),
+            "vllm_plugins": vllm_plugins,
+            "loaded": not reason,
+            "not_loaded_because": reason,
+        },
+        "settings": values,
+        "tunings": [record.as_json() for record in records],
+    }
+
+
+def _import_targets() -> None:
+    """Import what pending patches wait for; what cannot be imported here stays pending."""
+    session = plugin.session()
+    pending = [patch for patch in session.all_patches() if patch.state is State.PENDING] if session else []
+    for module in dict.fromkeys(name for patch in pending for name in patch.modules if exists(name)):
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            for patch in pending:
+                if module in patch.modules and patch.state is State.PENDING:
+                    patch.reason = f"{module} cannot be imported here ({type(error).__name__}: {error})"
+
+
+def _gpu() -> str:
+    """The first GPU's name and compute capability, empty where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    return f"{torch.cuda.get_device_name(0)} (sm{''.join(map(str, torch.cuda.get_device_capability(0)))})"
+
+
+def examine() -> dict[str, Any]:
+    """Take the look in a fresh process.
+
+    Returns:
+        ``{"stack": {...}, "settings": {...}, "tunings": [{"name", "state", "reason", "patches": [...]}]}``.
+
+    Raises:
+        DoctorError: vLLM is not installed, or breaks when it is imported.
+    """
+    if not exists("vllm"):
+        raise DoctorError("vLLM is not installed here: run this in vLLM's environment, or pip install vllm")
+    with tempfile.TemporaryDirectory(prefix="moe-tune-") as folder:
+        result = pathlib.Path(folder) / "look.json"
+        # Without a GPU vLLM swaps triton for a placeholder, unless it is told that there is none to look for.
+        environ = os.environ if _has_nvidia_driver() else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", __name__, str(result)]
+        run = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if run.returncode != 0 or not result.exists():
+            last = next((line for line in reversed(run.stdout.splitlines()) if line.strip()), "no output")
+            raise DoctorError(f"vLLM cannot be imported here: {last.strip()}")
+        look: dict[str, Any] = json.loads(result.read_text())
+        return look
+
+
+def _has_nvidia_driver() -> bool:
+    return pathlib.Path("/proc/driver/nvidia/version").exists() or pathlib.Path("/dev/nvidiactl").exists()
+
+
+def has_failed(look: dict[str, Any]) -> bool:
+    return any(tuning["state"] == State.FAILED for tuning in look["tunings"])
+
+
+if __name__ == "__main__":
+    pathlib.Path(sys.argv[1]).write_text(json.dumps(_look()))
