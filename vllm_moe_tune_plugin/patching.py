@@ -82,9 +82,9 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Replace:
-    """Return what ``instead(wrapped, args, kwargs)`` returns; where that is :data:`STOCK`, make the stock call."""
+    """Return what ``instead(instance, args, kwargs)`` returns; where that is :data:`STOCK`, make the stock call."""
 
-    instead: Callable[[Callable[..., Any], Args, Kwargs], Any]
+    instead: Callable[[Any, Args, Kwargs], Any]
     note: str = ""
 
     def wrapper(self, patch: Patch) -> Wrapper:
@@ -92,7 +92,7 @@ class Replace:
             if patch.live:
                 patch.calls += 1
                 try:
-                    result = self.instead(wrapped, args, kwargs)
+                    result = self.instead(instance, args, kwargs)
                 except Exception as error:
                     patch.fail(error)
                 else:

@@ -25,10 +25,15 @@ _watch = ImportWatch()
 _lock = threading.RLock()
 _session: Session | None = None
 
-# When this returns, a worker has loaded the model, run it and captured its CUDA graphs: all that serves has been imported.
-_MODEL_IS_UP = (
+# Where a process of an engine has all that it will have: the first of these that returns in a process gives its log line. A
+# worker has loaded the model, run it and captured its CUDA graphs by then. At the time of register() it would be too soon:
+# nothing is imported, and vLLM since 0.31 has not set up its logging.
+_UP = (
     "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
     "vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
+    "vllm.v1.engine.core:EngineCore._initialize_kv_caches",  # its __init__ is what loads the plugin
+    "vllm.v1.engine.llm_engine:LLMEngine.__init__",
+    "vllm.v1.engine.async_llm:AsyncLLM.__init__",
 )
 
 
@@ -47,9 +52,9 @@ class Session:
                 patch.on_failure = functools.partial(_silence, own)
                 if name in settings.disable:
                     patch.settle(Verdict(State.DISABLED, "MOE_TUNE_DISABLE names it"))
-                elif not all(map(exists, patch.modules)):
+                elif patch.state is State.PENDING and not all(map(exists, patch.modules)):
                     patch.settle(patch.missing())
-        self.reports = [Patch(target, self._report_when_up) for target in _MODEL_IS_UP]
+        self.reports = [Patch(target, self._report_when_up) for target in _UP]
 
     def start(self) -> None:
         waiting = [patch for patch in self.all_patches() if patch.state is State.PENDING]
@@ -66,6 +71,7 @@ class Session:
 
     def stop(self) -> bool:
         _watch.stop()
+        atexit.unregister(self._write_status)
         clean = [patch.undo() for patch in self.all_patches()]
         return all(clean)
 
@@ -87,7 +93,7 @@ class Session:
             logger.info(line)
 
     def _report_when_up(self, _: object) -> Advice:
-        return Notice(lambda worker: self._report())
+        return Notice(lambda instance: self._report())
 
     def _report(self) -> None:
         if not self._reported:

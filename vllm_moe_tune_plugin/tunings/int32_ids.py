@@ -18,7 +18,7 @@ import torch
 
 from vllm_moe_tune_plugin.patching import Advice, Args, Kwargs, Patch, Rewrite, Verdict, native, unsupported
 from vllm_moe_tune_plugin.settings import Settings
-from vllm_moe_tune_plugin.stack import Argument, class_names, function_names
+from vllm_moe_tune_plugin.stack import Argument, class_names, exists, function_names
 from vllm_moe_tune_plugin.tunings.tuple_routing import PACK
 
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts"
@@ -75,6 +75,8 @@ def _decide(target: str) -> Callable[[Any], Advice | Verdict]:
 
 
 def patches(settings: Settings) -> Sequence[Patch]:
-    return tuple(
-        Patch(target, _decide(target), missing=lambda: unsupported("this vLLM has no such experts")) for target in ENTRIES
-    )
+    entries = [Patch(target, _decide(target), missing=lambda: unsupported("this vLLM has no such experts")) for target in ENTRIES]
+    if not exists("flashinfer"):
+        for patch in entries:  # nothing will ever import these modules
+            patch.settle(unsupported("flashinfer-python is not installed"))
+    return entries

@@ -147,6 +147,8 @@ def _without_helper(module: str, kernel: str) -> Verdict:
         return unsupported("flashinfer-python is not installed")
     if kernel not in names:
         return unsupported("this vLLM has no routed experts there")
+    if PACK in names:
+        return unsupported("this FlashInfer has no autotuner to ask")
     if "int16" in names:
         return unsupported("this vLLM packs in the middle of a function")
     return native("vLLM hands over a tuple")
