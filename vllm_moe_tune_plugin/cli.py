@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_moe_tune_plugin import __version__
+from vllm_moe_tune_plugin.bench.cli import bench
 from vllm_moe_tune_plugin.ledger import State
 from vllm_moe_tune_plugin.settings import HELP
 
@@ -29,6 +30,9 @@ _COLOURS = {
 @click.version_option(__version__, prog_name="vllm-moe-tune")
 def main() -> None:
     """MoE tunings for stock vLLM: see what they do here."""
+
+
+main.add_command(bench)
 
 
 @main.command()

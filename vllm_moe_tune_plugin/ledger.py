@@ -84,6 +84,7 @@ class TuningRecord:
                     "reason": patch.reason,
                     "calls": patch.calls,
                     "tuned": patch.tuned,
+                    "serves": patch.serves,
                 }
                 for patch in self.patches
             ],

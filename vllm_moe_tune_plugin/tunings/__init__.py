@@ -18,6 +18,7 @@ NAMES: tuple[str, ...] = (
     "tuple_routing",
     "int32_ids",
     "low_latency_assignment",
+    "decode_kernel",
 )
 
 

@@ -1,0 +1,419 @@
+"""An MoE layer for a handful of tokens in two launches.
+
+Decode reads each chosen expert's weights once and does little with them, so that time is bytes over bandwidth plus whatever
+keeps the memory idle. Stock takes five launches; here the first computes the gate and up projections with the activation,
+the second the down projection with the router-weighted sum. What keeps memory busy:
+
+* a program's loads of one step are all independent, and are issued before the first of them is used;
+* the second kernel is launched while the first still runs (programmatic dependent launch) and has the first tiles of its
+  weights in registers by the time the first one's results are there;
+* programs that read the same rows for different tokens are neighbours, so that an expert chosen by several tokens comes
+  from memory once and from the L2 cache after that.
+
+Every sum has one fixed order: the same input gives the same bits in every run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _local_expert(ids, expert_map, pair, HAS_MAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The pair's expert on this rank, negative where it has none."""
+    expert = tl.load(ids + pair).to(tl.int64)
+    if HAS_MAP:
+        # A negative id must not wrap around to the map's last entry.
+        expert = tl.where(expert >= 0, tl.load(expert_map + tl.maximum(expert, 0)).to(tl.int64), -1)
+    return expert
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
+    if ACTIVATION == "silu":
+        return gate * tl.sigmoid(gate) * up
+    elif ACTIVATION == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    elif ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * tl.sigmoid(2.0 * inner) * up  # 0.5 * (1 + tanh(x)) is sigmoid(2x)
+    elif ACTIVATION == "swigluoai":
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return gate * tl.sigmoid(alpha * gate) * (up + 1.0)
+    else:
+        tl.static_assert(ACTIVATION == "relu2_no_mul")
+        positive = tl.maximum(gate, 0.0)
+        return positive * positive
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate_up_kernel(  # type: ignore[no-untyped-def]
+    x,
+    x_scale,
+    w1,
+    w1_scale,
+    bias,
+    ids,
+    expert_map,
+    h,
+    alpha,
+    limit,
+    x_stride,
+    x_scale_token,
+    x_scale_group,
+    w_expert,
+    w_row,
+    w_scale_expert,
+    w_scale_row,
+    w_scale_group,
+    bias_expert,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATE_STEP: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    X_SCALED: tl.constexpr,
+    W_SCALED: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """h[pair, n] = activation(gate . x, up . x) for ROWS values of n of one (token, expert) pair."""
+    pair = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = _local_expert(ids, expert_map, pair, HAS_MAP)
+    if expert < 0:
+        return
+    token = pair // TOP_K
+    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    in_n = n < N
+    # A row beyond the last reads the last one again: its load needs no mask, its result is not stored.
+    row = tl.minimum(n, N - 1)
+    gate_row = row * GATE_STEP
+    column = tl.arange(0, COLUMNS)
+    gate_at = w1 + expert * w_expert + (gate_row.to(tl.int64) * w_row)[:, None] + column[None, :]
+    up_at = gate_at + UP_OFFSET * w_row
+    x_at = x + token * x_stride + column
+
+    gate_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in tl.static_range(0, K, COLUMNS):
+        if start + COLUMNS <= K:
+            gate = tl.load(gate_at + start, eviction_policy="evict_first")
+            if UP_OFFSET > 0:
+                up = tl.load(up_at + start, eviction_policy="evict_first")
+            values = tl.load(x_at + start).to(tl.float32)
+        else:
+            in_k = start + column < K
+            gate = tl.load(gate_at + start, mask=in_k[None, :], other=0.0, eviction_policy="evict_first")
+            if UP_OFFSET > 0:
+                up = tl.load(up_at + start, mask=in_k[None, :], other=0.0, eviction_policy="evict_first")
+            values = tl.load(x_at + start, mask=in_k, other=0.0).to(tl.float32)
+        group = tl.minimum(start + column, K - 1) // GROUP_K
+        if X_SCALED == 2:
+            values *= tl.load(x_scale + token * x_scale_token + group * x_scale_group)
+        if W_SCALED == 2:
+            # ROWS divides GROUP_N: one row of scales serves all of the program's rows.
+            first = tl.program_id(1) * ROWS * GATE_STEP
+            scale_at = w1_scale + expert * w_scale_expert + group * w_scale_group
+            gate_sum += gate.to(tl.float32) * (values * tl.load(scale_at + (first // GROUP_N) * w_scale_row))[None, :]
+            if UP_OFFSET > 0:
+                up_scale = tl.load(scale_at + ((first + UP_OFFSET) // GROUP_N) * w_scale_row)
+                up_sum += up.to(tl.float32) * (values * up_scale)[None, :]
+        else:
+            gate_sum += gate.to(tl.float32) * values[None, :]
+            if UP_OFFSET > 0:
+                up_sum += up.to(tl.float32) * values[None, :]
+
+    gate_out = tl.sum(gate_sum, 1)
+    up_out = tl.sum(up_sum, 1)
+    if X_SCALED == 1:
+        scale = tl.load(x_scale + token * x_scale_token)
+        gate_out *= scale
+        up_out *= scale
+    if W_SCALED == 1:
+        scale_at = w1_scale + expert * w_scale_expert + gate_row * w_scale_row
+        gate_out *= tl.load(scale_at)
+        if UP_OFFSET > 0:
+            up_out *= tl.load(scale_at + UP_OFFSET * w_scale_row)
+    if HAS_BIAS:
+        bias_at = bias + expert * bias_expert + gate_row
+        gate_out += tl.load(bias_at).to(tl.float32)
+        if UP_OFFSET > 0:
+            up_out += tl.load(bias_at + UP_OFFSET).to(tl.float32)
+    result = _activate(gate_out, up_out, alpha, limit, ACTIVATION)
+    tl.store(h + pair.to(tl.int64) * N + n, result.to(h.dtype.element_ty), mask=in_n)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _down_tile(w2_at, expert, w_expert, in_row, start, column, N: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    mask = in_row & (expert >= 0)
+    at = w2_at + expert * w_expert + start
+    if start + COLUMNS <= N:
+        return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+    return tl.load(at, mask=mask & (start + column < N)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _down_kernel(  # type: ignore[no-untyped-def]
+    h,
+    w2,
+    w2_scale,
+    bias,
+    ids,
+    topk_weights,
+    expert_map,
+    out,
+    w_expert,
+    w_row,
+    w_scale_expert,
+    w_scale_row,
+    w_scale_group,
+    bias_expert,
+    out_stride,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    TOP_K: tl.constexpr,
+    W_SCALED: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    GROUP_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[token, k] = sum over the token's experts of weight * (w2[expert, k] . h[pair]) for ROWS values of k."""
+    TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    token = tl.program_id(0)
+    k = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    in_k = (k < K)[:, None]
+    column = tl.arange(0, COLUMNS)
+    w2_at = w2 + (k.to(tl.int64) * w_row)[:, None] + column[None, :]
+
+    # Weights and ids do not come from the first kernel, and what came before it is complete: it waited for that itself.
+    ahead = ()
+    for tile in tl.static_range(AHEAD):
+        expert = _local_expert(ids, expert_map, token * TOP_K + tile // TILES, HAS_MAP)
+        ahead = ahead + (_down_tile(w2_at, expert, w_expert, in_k, (tile % TILES) * COLUMNS, column, N, COLUMNS),)
+    if PDL:
+        gdc_wait()
+
+    # One sum over everything, so that threads have to meet only once: weights and scales are multiplied in before.
+    dot = tl.zeros((ROWS, COLUMNS), tl.float32)
+    biases = tl.zeros((ROWS,), tl.float32)
+    for slot in tl.static_range(TOP_K):
+        pair = token * TOP_K + slot
+        expert = _local_expert(ids, expert_map, pair, HAS_MAP)
+        is_local = expert >= 0
+        weight = tl.load(topk_weights + pair).to(tl.float32)
+        if W_SCALED == 1:
+            row_at = w2_scale + expert * w_scale_expert + k * w_scale_row
+            row_scale = tl.load(row_at, mask=is_local & (k < K), other=0.0)[:, None]
+        for part in tl.static_range(TILES):
+            start = part * COLUMNS
+            if slot * TILES + part < AHEAD:
+                tile = ahead[slot * TILES + part]
+            else:
+                tile = _down_tile(w2_at, expert, w_expert, in_k, start, column, N, COLUMNS)
+            # Masked also for a pair without a local expert: its row of h was never written.
+            values = tl.load(h + pair.to(tl.int64) * N + start + column, mask=is_local & (start + column < N), other=0.0)
+            values = values.to(tl.float32) * weight
+            if W_SCALED == 2:
+                group = tl.minimum(start + column, N - 1) // GROUP_N
+                first = tl.program_id(1) * ROWS
+                scale_at = w2_scale + expert * w_scale_expert + (first // GROUP_K) * w_scale_row + group * w_scale_group
+                values *= tl.load(scale_at, mask=is_local & (column < COLUMNS), other=0.0)
+            if W_SCALED == 1:
+                dot += (tile.to(tl.float32) * row_scale) * values[None, :]
+            else:
+                dot += tile.to(tl.float32) * values[None, :]
+        if HAS_BIAS:
+            biases += weight * tl.load(bias + expert * bias_expert + k, mask=is_local & (k < K), other=0.0).to(tl.float32)
+    total = tl.sum(dot, 1) + biases
+    tl.store(out + token * out_stride + k, total.to(out.dtype.element_ty), mask=k < K)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the kernels cut their work: rows and columns of a weight tile, warps of a program, tiles loaded ahead."""
+
+    up_rows: int
+    up_columns: int
+    up_warps: int
+    down_rows: int
+    down_columns: int
+    down_warps: int
+    down_ahead: int
+
+
+def choose_tiles(hidden: int, intermediate: int, top_k: int, weight_bytes: int) -> Tiles:
+    """Tiles for a shape, by formula: 16-byte loads, a few of them in flight in each thread.
+
+    Args:
+        hidden: K, the model's hidden size.
+        intermediate: N, the expert's intermediate size on this rank.
+        top_k: experts for each token.
+        weight_bytes: bytes of one weight: 2 (bf16, fp16), 1 (fp8) or 4 (fp32).
+    """
+    # Each thread holds 32 bytes of each operand and step; two rows share one load of the activations.
+    per_thread = 32 // weight_bytes
+    up_columns = min(1024 if hidden % 512 == 0 else 512, triton.next_power_of_2(hidden))
+    up_warps = max(1, min(8, 2 * up_columns // (32 * per_thread)))
+    down_columns = min(512 // weight_bytes, triton.next_power_of_2(intermediate))
+    # The kernel is unrolled over the tiles of all slots: keep the code short.
+    while top_k * triton.cdiv(intermediate, down_columns) > 64:
+        down_columns *= 2
+    down_warps = max(1, min(8, 2 * down_columns // (32 * per_thread)))
+    tiles = top_k * triton.cdiv(intermediate, down_columns)
+    return Tiles(2, up_columns, up_warps, 2, down_columns, down_warps, down_ahead=max(1, min(tiles // 4, 12)))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The scales of a tensor of fp8 values.
+
+    Attributes:
+        values: float32.
+        kind: 1: one for each row of a product (or one for all: strides of 0); 2: one for each group along the contraction.
+        strides: (outermost, row, group), in elements; for activations (token, 0, group).
+        groups: (rows, columns) of a block that shares one scale.
+    """
+
+    values: torch.Tensor
+    kind: int
+    strides: tuple[int, int, int]
+    groups: tuple[int, int] = (1, 1)
+
+
+def decode_moe(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    h: torch.Tensor,
+    *,
+    activation: str,
+    expert_map: torch.Tensor | None = None,
+    x_scale: Scale | None = None,
+    w1_scale: Scale | None = None,
+    w2_scale: Scale | None = None,
+    w1_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    interleaved: bool = False,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+    pdl: bool = False,
+    tiles: Tiles | None = None,
+) -> None:
+    """Compute an MoE layer for few tokens, accumulating in fp32.
+
+    Args:
+        out: [M, K], bf16, fp16 or fp32; written whole. Contiguous in its last dimension.
+        x: [M, K] in the weights' dtype (bf16, fp16, fp32 or fp8 e4m3), contiguous in its last dimension.
+        w1: [E, 2N, K] (gate rows, then up rows, or alternating where ``interleaved``), [E, N, K] for `relu2_no_mul`.
+        w2: [E, K, N].
+        topk_weights: [M, top_k], float, contiguous.
+        topk_ids: [M, top_k], integer, contiguous; a negative id is no expert.
+        h: at least M * top_k * N elements, bf16, fp16 or fp32, contiguous; scratch, must not overlap ``out``.
+        activation: `silu`, `gelu`, `gelu_tanh`, `swigluoai` (with ``alpha`` and ``limit``) or `relu2_no_mul`.
+        expert_map: [global experts] integer: the local expert or -1. A pair without a local expert adds nothing.
+        x_scale, w1_scale, w2_scale: for fp8.
+        w1_bias, w2_bias: [E, rows of w1] and [E, K].
+        pdl: launch with programmatic dependent launch (compute capability 9.0 and later).
+        tiles: how the work is cut; by formula if None.
+    """
+    tokens, top_k = topk_ids.shape
+    hidden, intermediate = w2.shape[1], w2.shape[2]
+    if tokens == 0:
+        return
+    if tiles is None:
+        tiles = choose_tiles(hidden, intermediate, top_k, w1.element_size())
+    gated = activation != "relu2_no_mul"
+    up_offset = 0 if not gated else 1 if interleaved else intermediate
+    # PDL is a launch option only where it is asked for: other backends do not know it.
+    launch_options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    up: Any = _gate_up_kernel
+    up[(tokens * top_k, triton.cdiv(intermediate, tiles.up_rows))](
+        x,
+        x_scale.values if x_scale else x,
+        w1,
+        w1_scale.values if w1_scale else w1,
+        w1_bias if w1_bias is not None else w1,
+        topk_ids,
+        expert_map if expert_map is not None else topk_ids,
+        h,
+        alpha,
+        limit,
+        x.stride(0),
+        x_scale.strides[0] if x_scale else 0,
+        x_scale.strides[2] if x_scale else 0,
+        w1.stride(0),
+        w1.stride(1),
+        *(w1_scale.strides if w1_scale else (0, 0, 0)),
+        w1_bias.stride(0) if w1_bias is not None else 0,
+        K=hidden,
+        N=intermediate,
+        TOP_K=top_k,
+        GATE_STEP=2 if gated and interleaved else 1,
+        UP_OFFSET=up_offset,
+        ACTIVATION=activation,
+        X_SCALED=x_scale.kind if x_scale else 0,
+        W_SCALED=w1_scale.kind if w1_scale else 0,
+        GROUP_N=w1_scale.groups[0] if w1_scale else 1,
+        GROUP_K=w1_scale.groups[1] if w1_scale else 1,
+        HAS_BIAS=w1_bias is not None,
+        HAS_MAP=expert_map is not None,
+        ROWS=tiles.up_rows,
+        COLUMNS=tiles.up_columns,
+        PDL=pdl,
+        num_warps=tiles.up_warps,
+        **launch_options,
+    )
+    down: Any = _down_kernel
+    down[(tokens, triton.cdiv(hidden, tiles.down_rows))](
+        h,
+        w2,
+        w2_scale.values if w2_scale else w2,
+        w2_bias if w2_bias is not None else w2,
+        topk_ids,
+        topk_weights,
+        expert_map if expert_map is not None else topk_ids,
+        out,
+        w2.stride(0),
+        w2.stride(1),
+        *(w2_scale.strides if w2_scale else (0, 0, 0)),
+        w2_bias.stride(0) if w2_bias is not None else 0,
+        out.stride(0),
+        K=hidden,
+        N=intermediate,
+        TOP_K=top_k,
+        W_SCALED=w2_scale.kind if w2_scale else 0,
+        GROUP_K=w2_scale.groups[0] if w2_scale else 1,
+        GROUP_N=w2_scale.groups[1] if w2_scale else 1,
+        HAS_BIAS=w2_bias is not None,
+        HAS_MAP=expert_map is not None,
+        ROWS=tiles.down_rows,
+        COLUMNS=tiles.down_columns,
+        AHEAD=tiles.down_ahead,
+        PDL=pdl,
+        num_warps=tiles.down_warps,
+        **launch_options,
+    )

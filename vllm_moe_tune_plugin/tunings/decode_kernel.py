@@ -1,0 +1,233 @@
+"""decode_kernel: an MoE layer for a handful of tokens in two launches instead of five.
+
+What: where ``TritonExperts.apply`` is called with few tokens, :mod:`vllm_moe_tune_plugin.kernels.decode_moe` computes the
+layer: gate and up projections with the activation, then the down projection with the router-weighted sum. No sorting, no
+intermediate round trips, no separate activation and sum, fp32 accumulation, the same bits in every run.
+
+When: only where every condition is proven (:func:`why_stock` says which one is not), and only up to the number of tokens
+at which it was measured to win (:func:`window`). Everything else is exactly stock. A subclass of ``TritonExperts`` keeps its
+own behaviour, and so does an instance of which a step was replaced (LoRA).
+
+Upstream: nothing like it up to vLLM 0.33. The idea of a GEMV path for decode was proposed and closed in PR 41379.
+Delete when: vLLM has a fused path for few tokens that is as fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_moe_tune_plugin.patching import STOCK, Advice, Args, Kwargs, Patch, Replace, Verdict, unsupported
+from vllm_moe_tune_plugin.settings import Settings
+from vllm_moe_tune_plugin.stack import Argument, first_existing
+from vllm_moe_tune_plugin.tunings.tuple_routing import runs_triton
+
+FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+
+#: vLLM's name of each activation with the kernel's, and whether gate and up rows alternate in w1.
+ACTIVATIONS = {
+    "silu": ("silu", False),
+    "gelu": ("gelu", False),
+    "gelu_tanh": ("gelu_tanh", False),
+    "swigluoai": ("swigluoai", True),
+    "relu2_no_mul": ("relu2_no_mul", False),
+}
+#: The constants of vLLM's swigluoai.
+SWIGLUOAI = {"alpha": 1.702, "limit": 7.0}
+
+#: More tokens than any window has: a cheap first look.
+MOST_TOKENS = 64
+
+#: The steps of TritonExperts.apply that an instance may replace.
+STEPS = ("activation", "moe_sum", "apply", "_finalize_expert_output", "_apply_router_weight_in_gemm2")
+
+_PARAMETERS = (
+    "output",
+    "hidden_states",
+    "w1",
+    "w2",
+    "topk_weights",
+    "topk_ids",
+    "activation",
+    "expert_map",
+    "a1q_scale",
+    "a2_scale",
+    "workspace2",
+    "apply_router_weight_on_input",
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one ``TritonExperts.apply`` that matter here."""
+
+    output: torch.Tensor
+    hidden_states: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    activation: Any
+    expert_map: torch.Tensor | None
+    a1q_scale: torch.Tensor | None
+    a2_scale: torch.Tensor | None
+    workspace2: torch.Tensor
+    apply_router_weight_on_input: bool
+
+    @property
+    def activation_name(self) -> str:
+        return str(getattr(self.activation, "value", self.activation))  # a string up to vLLM 0.16
+
+    @property
+    def scratch(self) -> int:
+        """Elements that the activated rows of all pairs take."""
+        return self.topk_ids.numel() * self.w2.size(2)
+
+
+def window(num_experts: int, top_k: int, expert_bytes: int, dtype: torch.dtype) -> int:
+    """The largest number of tokens for which the two kernels win.
+
+    Args:
+        num_experts: E, experts on this rank.
+        top_k: experts for each token.
+        expert_bytes: bytes of one expert's weights.
+        dtype: the weights' dtype.
+    """
+    return 8
+
+
+def why_stock(experts: Any, call: Call, stock_class: type) -> str:
+    """Which condition of the two kernels a call does not meet, empty where it meets all."""
+    if type(experts) is not stock_class:
+        return f"{type(experts).__name__} has steps of its own"
+    replaced = [step for step in STEPS if step in vars(experts)]
+    if replaced:
+        return f"{', '.join(replaced)} was replaced on this instance"
+    if getattr(experts, "_lora_context", None) is not None:
+        return "LoRA is active"
+    if call.apply_router_weight_on_input:
+        return "the router's weights go on the input"
+    uses_hook = getattr(experts, "_uses_post_gemm2_hook", None)
+    if uses_hook is not None and uses_hook(call.topk_ids.size(0)):
+        return "something runs after the second GEMM"
+    return _why_activation(experts, call) or _why_weights(experts, call) or _why_tensors(call)
+
+
+def _why_activation(experts: Any, call: Call) -> str:
+    if call.activation_name not in ACTIVATIONS:
+        return f"activation {call.activation_name}"
+    limits = (
+        getattr(getattr(experts, "activation_config", None), "clamp_limit", None),
+        getattr(experts.quant_config, "gemm1_clamp_limit", None),
+        getattr(experts.moe_config, "swiglu_limit", None) if hasattr(experts, "moe_config") else None,
+    )
+    if call.activation_name != "swigluoai" and any(limit is not None for limit in limits):
+        return "the activation has a clamp"
+    return ""
+
+
+def _why_weights(experts: Any, call: Call) -> str:
+    quant = experts.quant_config
+    if quant.quant_dtype is not None or quant.use_int8_w8a16 or quant.use_int4_w4a16 or call.a1q_scale is not None:
+        return f"weights quantised as {quant.quant_dtype or 'integers'}"
+    if quant.w1_scale is not None or quant.w2_scale is not None:
+        return "weights have scales"
+    if getattr(experts, "quantization_emulation", False):
+        return "quantisation is emulated"
+    w1, w2 = call.w1, call.w2
+    if w1.dtype not in (torch.bfloat16, torch.float16) or not w1.dtype == w2.dtype == call.hidden_states.dtype:
+        return f"weights in {w1.dtype} and {w2.dtype}, input in {call.hidden_states.dtype}"
+    rows = w2.size(2) * (1 if call.activation_name == "relu2_no_mul" else 2)
+    if w1.dim() != 3 or w1.size(1) != rows or w1.size(2) != w2.size(1) or call.hidden_states.size(1) != w1.size(2):
+        return f"weights of shapes {tuple(w1.shape)} and {tuple(w2.shape)}"
+    if any(w.stride(2) != 1 or w.stride(1) % 8 or w.data_ptr() % 16 for w in (w1, w2)):
+        return "rows of weights that do not begin at 16 bytes"
+    for bias in (quant.w1_bias, quant.w2_bias):
+        if bias is not None and bias.stride(-1) != 1:
+            return "biases with gaps"
+    return ""
+
+
+def _why_tensors(call: Call) -> str:
+    if not runs_triton(call.w1) or not runs_triton(call.hidden_states):
+        return "not on a GPU"
+    if not call.topk_ids.is_contiguous() or not call.topk_weights.is_contiguous():
+        return "routing tensors with gaps"
+    if call.topk_ids.is_floating_point() or not call.topk_weights.is_floating_point():
+        return f"routing in {call.topk_ids.dtype} and {call.topk_weights.dtype}"
+    if call.hidden_states.stride(1) != 1 or call.output.stride(1) != 1:
+        return "input or output with gaps"
+    scratch = call.workspace2
+    if not scratch.is_floating_point() or not scratch.is_contiguous() or scratch.numel() < call.scratch:
+        return "no room for the activated rows"
+    return ""
+
+
+def _host_resident(module: Any) -> Callable[[torch.Tensor, torch.Tensor], bool]:
+    """vLLM's own answer whether weights are on the host (0.30 and later), behind an address of the GPU."""
+    return getattr(module, "_weights_host_resident", lambda w1, w2: False)
+
+
+def _decide(target: str) -> Callable[[Any], Advice | Verdict]:
+    def decide(function: Any) -> Advice | Verdict:
+        if torch.version.hip is not None:
+            return unsupported("written for NVIDIA GPUs")
+        module = importlib.import_module(target.partition(":")[0])
+        stock_class, host_resident = module.TritonExperts, _host_resident(module)
+        arguments = [Argument(function, name) for name in _PARAMETERS]
+        ids, w1 = Argument(function, "topk_ids"), Argument(function, "w1")
+        most = int(os.environ.get("MOE_TUNE_DECODE_TOKENS", MOST_TOKENS))
+        forced = "MOE_TUNE_DECODE_TOKENS" in os.environ
+
+        def instead(experts: Any, args: Args, kwargs: Kwargs) -> Any:
+            tokens, top_k = ids.get(args, kwargs).shape
+            if not 0 < tokens <= most:
+                return STOCK
+            call = Call(*(argument.get(args, kwargs) for argument in arguments))
+            weights = w1.get(args, kwargs)
+            expert_bytes = (weights[0].numel() + call.w2[0].numel()) * weights.element_size()
+            if not forced and tokens > window(weights.size(0), top_k, expert_bytes, weights.dtype):
+                return STOCK
+            if why_stock(experts, call, stock_class) or host_resident(call.w1, call.w2):
+                return STOCK
+            _run(experts, call)
+            return None
+
+        return Replace(instead)
+
+    return decide
+
+
+def _run(experts: Any, call: Call) -> None:
+    from vllm_moe_tune_plugin.kernels.decode_moe import decode_moe
+
+    activation, interleaved = ACTIVATIONS[call.activation_name]
+    device = call.w1.device
+    decode_moe(
+        call.output,
+        call.hidden_states,
+        call.w1,
+        call.w2,
+        call.topk_weights,
+        call.topk_ids,
+        call.workspace2.view(-1)[: call.scratch],
+        activation=activation,
+        expert_map=call.expert_map,
+        w1_bias=experts.quant_config.w1_bias,
+        w2_bias=experts.quant_config.w2_bias,
+        interleaved=interleaved,
+        **(SWIGLUOAI if activation == "swigluoai" else {}),
+        pdl=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0),
+    )
+
+
+def patches(settings: Settings) -> Sequence[Patch]:
+    target = first_existing(
+        f"{FUSED_MOE}.experts.triton_moe:TritonExperts.apply", f"{FUSED_MOE}.fused_moe:TritonExperts.apply"
+    )
+    return (Patch(target, _decide(target)),)
