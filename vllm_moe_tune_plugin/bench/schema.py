@@ -19,6 +19,7 @@ import pathlib
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -196,6 +197,7 @@ def _pynvml() -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # it looks itself up there
     spec.loader.exec_module(module)
     return module
 
