@@ -108,10 +108,10 @@ def activate() -> None:
     platforms: Any = importlib.import_module("vllm.platforms")
     interface: Any = importlib.import_module("vllm.platforms.interface")
     type(platforms._current_platform)._enum = interface.PlatformEnum.CUDA
-    _repair_interpreter()
+    repair_interpreter()
 
 
-def _repair_interpreter() -> None:
+def repair_interpreter() -> None:
     """Fill three gaps of Triton's interpreter (3.6 to 3.9).
 
     PDL intrinsics have no CPU meaning; `tl.dot` multiplies bf16 operands as raw integers; a cast to bf16 cuts the lower

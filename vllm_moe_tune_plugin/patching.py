@@ -15,18 +15,22 @@ stays stock from then on. What the stock function raises passes unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
 import wrapt
 
 from vllm_moe_tune_plugin.ledger import PatchRecord, State
+from vllm_moe_tune_plugin.stack import UnknownSignature, exists
 
 logger = logging.getLogger("vllm.moe_tune")
 
@@ -114,13 +118,14 @@ class Within:
 
     def wrapper(self, patch: Patch) -> Wrapper:
         def within(wrapped: Callable[..., Any], instance: Any, args: Args, kwargs: Kwargs) -> Any:
-            if not patch.live:
-                return wrapped(*args, **kwargs)
-            patch.calls += 1
-            try:
-                token = self.variable.set(self.value(instance, args, kwargs))
-            except Exception as error:
-                patch.fail(error)
+            token = None
+            if patch.live:
+                patch.calls += 1
+                try:
+                    token = self.variable.set(self.value(instance, args, kwargs))
+                except Exception as error:
+                    patch.fail(error)
+            if token is None:
                 return wrapped(*args, **kwargs)
             try:
                 return wrapped(*args, **kwargs)
@@ -155,8 +160,11 @@ Advice = Rewrite | Replace | Within | Notice
 Decide = Callable[[Any], Advice | Verdict]
 
 
-# Modules whose post-import hook has run. The import machinery calls them initialising until a moment later.
+# Modules that have been executed to their end. The import machinery calls them initialising until a moment later.
 _arrived: set[str] = set()
+
+# Two threads may import, and one may unregister, at the same time.
+_lock = threading.RLock()
 
 
 def _is_imported(name: str) -> bool:
@@ -164,7 +172,7 @@ def _is_imported(name: str) -> bool:
     module = sys.modules.get(name)
     if module is None:
         return False
-    return name in _arrived or not getattr(module.__spec__, "_initializing", False)
+    return name in _arrived or not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 def _is_or_binds(candidate: Any, ours: wrapt.FunctionWrapper[..., Any]) -> bool:
@@ -173,30 +181,41 @@ def _is_or_binds(candidate: Any, ours: wrapt.FunctionWrapper[..., Any]) -> bool:
 
 
 def _relink(outer: Any, ours: wrapt.FunctionWrapper[..., Any], inner: Any) -> bool:
-    """Take ``ours`` out of a chain of foreign wrappers that begins at ``outer``; whether it was found there.
+    """Take ``ours`` out of the foreign wrappers that begin at ``outer``, wherever they hold it; whether any did.
 
-    A wrapt wrapper keeps what it wraps in ``__wrapped__``; a closure keeps it in a cell.
+    A wrapt wrapper keeps what it wraps in ``__wrapped__``, and a bound one also the unbound; a closure keeps it in a cell.
     """
+    found = False
     seen: set[int] = set()
-    while outer is not None and id(outer) not in seen:
-        seen.add(id(outer))
-        below = getattr(outer, "__wrapped__", None)
-        found = below is not None and _is_or_binds(below, ours)
-        if found:
-            outer.__wrapped__ = inner
-        for cell in getattr(outer, "__closure__", None) or ():
-            if _is_or_binds(cell.cell_contents, ours):
+    waiting = [outer]
+    while waiting:
+        holder = waiting.pop()
+        if holder is None or id(holder) in seen or _is_or_binds(holder, ours):
+            continue
+        seen.add(id(holder))
+        below = getattr(holder, "__wrapped__", None)
+        if below is not None and _is_or_binds(below, ours):
+            holder.__wrapped__ = inner
+            found = True
+        waiting += [below, getattr(holder, "_self_parent", None)]
+        # Of the holder itself: a proxy would show its wrapped function's.
+        cells = getattr(holder, "__closure__", None) if type(holder).__name__ == "function" else None
+        for cell in cells or ():
+            try:
+                kept = cell.cell_contents
+            except ValueError:  # not filled yet, or emptied
+                continue
+            if _is_or_binds(kept, ours):
                 cell.cell_contents = inner
                 found = True
-        if found:
-            return True
-        outer = below
-    return False
+            elif callable(kept):
+                waiting.append(kept)
+    return found
 
 
 @dataclass
 class _Place:
-    """A namespace in which the wrapper was put. ``inherited``: the class had no such attribute of its own."""
+    """A namespace in which the wrapper was put. ``inherited``: it had no such attribute of its own."""
 
     parent: Any
     name: str
@@ -208,13 +227,20 @@ class _Place:
         # Not what was found when the patch was applied: a foreign wrapper below may have come or gone since.
         original = self.wrapper.__wrapped__
         current = vars(self.parent).get(self.name)
-        if current is not self.wrapper:
+        if not _is_or_binds(current, self.wrapper):
             return current is None or _relink(current, self.wrapper, original)
         if self.inherited:
             delattr(self.parent, self.name)
         else:
             setattr(self.parent, self.name, original)
         return True
+
+
+@dataclass
+class Group:
+    """The patches of one tuning fail together."""
+
+    failed: bool = False
 
 
 @dataclass(eq=False)
@@ -239,10 +265,10 @@ class Patch:
 
     state: State = field(default=State.PENDING, init=False)
     reason: str = field(default="", init=False)
-    live: bool = field(default=False, init=False)
+    applied: bool = field(default=False, init=False)
     calls: int = field(default=0, init=False)
     tuned: int = field(default=0, init=False)
-    on_failure: Callable[[], None] = field(default=lambda: None, init=False, repr=False)
+    group: Group = field(default_factory=Group, init=False, repr=False)
     _places: list[_Place] = field(default_factory=list, init=False, repr=False)
 
     @property
@@ -254,20 +280,42 @@ class Patch:
         """The modules whose imports the patch waits for."""
         return (self.module, *self.needs)
 
+    @property
+    def live(self) -> bool:
+        """Whether the wrapper does anything but pass calls on."""
+        return self.applied and not self.group.failed
+
     def record(self) -> PatchRecord:
         return PatchRecord(self.target, self.state, self.reason, self.calls, self.tuned, self.serves)
 
     def settle(self, verdict: Verdict) -> None:
         self.state, self.reason = verdict.state, verdict.reason
 
-    def attempt(self) -> None:
-        """Apply the patch if all that it waits for is there; never raises."""
-        if self.state is not State.PENDING or not all(map(_is_imported, self.modules)):
+    def settle_if_missing(self) -> None:
+        """Settle the patch if a module that it waits for does not exist; never raises."""
+        if self.state is not State.PENDING:
             return
         try:
-            self._apply()
+            gone = [name for name in self.modules if not exists(name)]
+            if self.module in gone:
+                self.settle(self.missing())
+            elif "flashinfer" in gone:
+                self.settle(unsupported("flashinfer-python is not installed"))
+            elif gone:
+                self.settle(unsupported(f"there is no module {gone[0]}"))
         except Exception as error:
             self.fail(error)
+
+    def attempt(self) -> None:
+        """Apply the patch if all that it waits for is there; never raises."""
+        with _lock:
+            try:
+                if self.state is State.PENDING and all(map(_is_imported, self.modules)):
+                    self._apply()
+            except UnknownSignature as error:
+                self.settle(unsupported(str(error)))
+            except Exception as error:
+                self.fail(error)
 
     def _apply(self) -> None:
         try:
@@ -288,10 +336,10 @@ class Patch:
         wrappers: dict[int, wrapt.FunctionWrapper[..., Any]] = {}
         for parent, name, original in found:
             wrapper = wrappers.setdefault(id(original), wrapt.FunctionWrapper(original, answer.wrapper(self)))
-            inherited = isinstance(parent, type) and name not in vars(parent)
+            inherited = name not in vars(parent)
             setattr(parent, name, wrapper)
             self._places.append(_Place(parent, name, wrapper, inherited))
-        self.live = True
+        self.applied = True
         self.state, self.reason = State.APPLIED, answer.note
 
     @staticmethod
@@ -301,49 +349,90 @@ class Patch:
         return parent, attribute, original
 
     def fail(self, error: Exception) -> None:
-        """Record that our own code broke; everything of the tuning becomes a plain pass-through."""
+        """Record that our own code broke; everything of the tuning only passes calls on from now on."""
         first = self.state is not State.FAILED
         self.state, self.reason = State.FAILED, f"{type(error).__name__}: {error}"
-        self.live = False
-        self.on_failure()
+        self.group.failed = True
         if first:
             logger.error("moe-tune: %s failed and is stock from now on", self.target, exc_info=error)
 
     def undo(self) -> bool:
         """Restore every original object; whether nothing of the wrapper is left anywhere."""
-        self.live = False
-        clean = [place.restore() for place in reversed(self._places)]
-        self._places.clear()
-        self.state, self.reason = State.PENDING, ""
-        return all(clean)
+        with _lock:
+            self.applied = False
+            clean = [place.restore() for place in reversed(self._places)]
+            self._places.clear()
+            return all(clean)
+
+
+class _NotifyingLoader:
+    """Stands for a module's loader while it is imported, to tell when it has been executed."""
+
+    def __init__(self, loader: Any, arrived: Callable[[str], None]) -> None:
+        self._loader = loader
+        self._tell = arrived
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # From here on nobody needs to know that there was a stand-in.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._tell(module.__name__)
 
 
 class ImportWatch:
-    """Calls ``arrived(module)`` once a module of interest has been imported.
+    """A finder on ``sys.meta_path`` that finds nothing itself but calls ``arrived(module)`` after an import.
 
-    wrapt's post-import hooks cannot be taken back, so each module gets one hook for the life of the process, which asks
-    whether anybody is listening.
+    wrapt has such hooks, too. They cannot be taken back, and while one thread imports a package and another a module of
+    it they can wait for each other for ever: wrapt's finder imports the parent in the middle of the search. This one asks
+    the other finders as the import machinery does.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._hooked: set[str] = set()
-        self._listener: Callable[[str], None] | None = None
+        self._modules: frozenset[str] = frozenset()
+        self._arrived: Callable[[str], None] = lambda name: None
 
-    def listen(self, modules: Iterator[str], arrived: Callable[[str], None]) -> None:
-        with self._lock:
-            self._listener = arrived
-            new = [name for name in dict.fromkeys(modules) if name not in self._hooked]
-            self._hooked.update(new)
-        for name in new:
-            if name not in sys.modules:
-                wrapt.register_post_import_hook(self._notify, name)
+    def start(self, modules: Iterable[str], arrived: Callable[[str], None]) -> None:
+        self._modules, self._arrived = frozenset(modules), arrived
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+        for name in self._modules:
+            if name in sys.modules and not _is_imported(name):
+                threading.Thread(target=self._wait_for, args=(name,), daemon=True).start()
+
+    def _wait_for(self, name: str) -> None:
+        """For a module whose import began before anyone watched: importing it again waits for the end of that."""
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+            self._notify(name)
 
     def stop(self) -> None:
-        self._listener = None
+        self._modules, self._arrived = frozenset(), lambda name: None
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
-    def _notify(self, module: ModuleType) -> None:
-        _arrived.add(module.__name__)
-        listener = self._listener
-        if listener is not None:
-            listener(module.__name__)
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self._modules:
+            return None
+        for finder in list(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find(name, path, target) if find is not None and finder is not self else None
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _NotifyingLoader(spec.loader, self._notify)  # type: ignore[assignment]
+                return spec
+        return None
+
+    def _notify(self, name: str) -> None:
+        _arrived.add(name)
+        try:
+            self._arrived(name)
+        except Exception:  # an import must not break because of us
+            logger.exception("moe-tune: not told of %s", name)

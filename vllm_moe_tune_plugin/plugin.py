@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import functools
+import contextlib
 import json
 import logging
 import os
@@ -14,9 +14,8 @@ from collections.abc import Sequence
 
 from vllm_moe_tune_plugin import tunings
 from vllm_moe_tune_plugin.ledger import State, TuningRecord
-from vllm_moe_tune_plugin.patching import Advice, ImportWatch, Notice, Patch, Verdict
+from vllm_moe_tune_plugin.patching import Advice, Group, ImportWatch, Notice, Patch, Verdict
 from vllm_moe_tune_plugin.settings import Settings
-from vllm_moe_tune_plugin.stack import exists
 
 # Below vLLM's own logger, so that its handlers show these lines with rank and pid.
 logger = logging.getLogger("vllm.moe_tune")
@@ -48,20 +47,20 @@ class Session:
         for name in tunings.NAMES:
             own = tuple(tunings.patches_of(name, settings))
             self.patches[name] = own
+            group = Group()
             for patch in own:
-                patch.on_failure = functools.partial(_silence, own)
+                patch.group = group
                 if name in settings.disable:
                     patch.settle(Verdict(State.DISABLED, "MOE_TUNE_DISABLE names it"))
-                elif patch.state is State.PENDING and not all(map(exists, patch.modules)):
-                    patch.settle(patch.missing())
+                patch.settle_if_missing()
         self.reports = [Patch(target, self._report_when_up) for target in _UP]
 
     def start(self) -> None:
-        waiting = [patch for patch in self.all_patches() if patch.state is State.PENDING]
-        for patch in waiting:
+        # Listen first: another thread may be importing.
+        _watch.start((name for patch in self.all_patches() for name in patch.modules), self._arrived)
+        for patch in self.all_patches():
             patch.attempt()
         _forget_lazy_names()
-        _watch.listen((name for patch in waiting for name in patch.modules), self._arrived)
         for complaint in self.settings.complaints:
             logger.warning("moe-tune: %s", complaint)
         self._debug(f"moe-tune {self.version} is loaded in process {os.getpid()}")
@@ -115,19 +114,18 @@ class Session:
             logger.warning("moe-tune: cannot write to MOE_TUNE_STATUS_DIR: %s", error)
 
 
-def _silence(patches: Sequence[Patch]) -> None:
-    for patch in patches:
-        patch.live = False
-
-
 def start(version: str) -> None:
     """Start the plugin in this process, once."""
     global _session
     with _lock:
         if _session is None:
             session = Session(version, Settings.from_environ(os.environ, tunings.NAMES))
+            try:
+                session.start()
+            except BaseException:
+                session.stop()  # nothing of it may stay behind
+                raise
             _session = session
-            session.start()
 
 
 def stop() -> None:
@@ -156,6 +154,7 @@ def _forget_lazy_names() -> None:
     module = sys.modules.get("vllm.utils.flashinfer")
     for function in list(vars(module).values()) if module is not None else []:
         for cell in getattr(function, "__closure__", None) or ():
-            forget = getattr(cell.cell_contents, "cache_clear", None)
-            if forget is not None:
-                forget()
+            with contextlib.suppress(ValueError):  # an empty cell
+                forget = getattr(cell.cell_contents, "cache_clear", None)
+                if forget is not None:
+                    forget()

@@ -16,6 +16,7 @@ HELP: Mapping[str, str] = {
     "MOE_TUNE_DISABLE": "`all`, or names of tunings separated by commas: these stay stock",
     "MOE_TUNE_LOG": "`debug`: one line for every patch, in every process",
     "MOE_TUNE_STATUS_DIR": "a folder: each worker leaves its states and call counts there as JSON",
+    "MOE_TUNE_DECODE_TOKENS": "a number: most tokens for the decode kernel instead of what was measured; `0`: never",
     "MOE_TUNE_CUTLASS_BUCKET": "`1`: also raise the CUTLASS experts' bucket above 8192 (costs memory, vLLM PR 53186)",
 }
 
@@ -31,6 +32,7 @@ class Settings:
         disable: names of the tunings that the user turned off.
         log: ``info`` or ``debug``.
         status_dir: the folder in which each worker leaves its states, empty for none.
+        decode_tokens: the decode kernel's window in tokens, None for what was measured.
         cutlass_bucket: let the autotune bucket of FlashInfer's CUTLASS experts exceed 8192 tokens.
         complaints: one sentence for each value that means nothing, for the log.
     """
@@ -38,6 +40,7 @@ class Settings:
     disable: frozenset[str] = frozenset()
     log: str = "info"
     status_dir: str = ""
+    decode_tokens: int | None = None
     cutlass_bucket: bool = False
     complaints: tuple[str, ...] = field(default=(), compare=False)
 
@@ -69,6 +72,12 @@ class Settings:
         if log not in ("", "info", "debug"):
             complaints.append(f"MOE_TUNE_LOG is {log!r}; it may be info or debug")
 
+        tokens = environ.get("MOE_TUNE_DECODE_TOKENS", "").strip()
+        # isdecimal() alone would let digits of other scripts through, of any length.
+        decode_tokens = int(tokens) if tokens.isascii() and tokens.isdecimal() and len(tokens) < 9 else None
+        if tokens and decode_tokens is None:
+            complaints.append(f"MOE_TUNE_DECODE_TOKENS is {tokens!r}; it may be a number of tokens")
+
         cutlass = environ.get("MOE_TUNE_CUTLASS_BUCKET", "").strip().lower()
         if cutlass not in _TRUE + _FALSE:
             complaints.append(f"MOE_TUNE_CUTLASS_BUCKET is {cutlass!r}; it may be 0 or 1")
@@ -77,6 +86,7 @@ class Settings:
             disable=frozenset(disabled),
             log=log if log == "debug" else "info",
             status_dir=environ.get("MOE_TUNE_STATUS_DIR", "").strip(),
+            decode_tokens=decode_tokens,
             cutlass_bucket=cutlass in _TRUE,
             complaints=tuple(complaints),
         )

@@ -115,22 +115,29 @@ def class_names(cls: type) -> frozenset[str]:
     return frozenset(names)
 
 
+class UnknownSignature(LookupError):
+    """A function does not take what it is expected to take."""
+
+
 class Argument:
     """One parameter of a function, read from and put into the ``args, kwargs`` of its calls.
 
     Raises:
-        LookupError: the function has no such parameter.
+        UnknownSignature: the function has no such parameter, or takes it by position only.
     """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         parameters = list(inspect.signature(function).parameters.values())
         names = [parameter.name for parameter in parameters]
         if name not in names:
-            raise LookupError(f"no parameter {name!r}")
+            raise UnknownSignature(f"no parameter {name!r}")
+        parameter = parameters[names.index(name)]
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            raise UnknownSignature(f"parameter {name!r} is positional-only")
         self.name = name
-        self.default = parameters[names.index(name)].default
+        self.default = parameter.default
         position = names.index(name) - (names[0] == "self")
-        self._position = -1 if parameters[names.index(name)].kind is inspect.Parameter.KEYWORD_ONLY else position
+        self._position = -1 if parameter.kind is inspect.Parameter.KEYWORD_ONLY else position
 
     def get(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The argument's value in a call, its default where it is not passed."""

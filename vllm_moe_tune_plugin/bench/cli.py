@@ -269,6 +269,7 @@ def _show(console: Console, source: Source) -> None:
     console.print(escape(bench_report.headline(source)))
     for sheet in bench_report.sheets(source):
         console.print(bench_report.rich_table(sheet))
+        console.print(sheet.note, style="bright_black")
         console.print()
 
 

@@ -31,8 +31,9 @@ CACHES = 4
 MIN_CALLS, FEW_TOKENS = 16, 16
 #: Rounds of a row: as many as fit its time, within these. Two samples of each arm a round.
 MIN_ROUNDS, MAX_ROUNDS = 12, 100
-#: Above this relative error an output is wrong: fp8 with quantised activations stays below 0.06.
-MAX_ERROR = 0.1
+#: Above this relative error an output is wrong. fp8 with quantised activations stays below 0.06, but for the one or two rows
+#: of a tiny shape, which scatter to 0.12; one expert of ten left out is 0.3.
+MAX_ERROR = 0.2
 
 METHOD = {
     "what": "vLLM's modular kernel (no EP dispatch) with TritonExperts, from the router's output to the layer's, "

@@ -12,7 +12,7 @@ from vllm_moe_tune_plugin.bench.report import Sheet, Source, headline, is_text, 
 
 _CSS = """
 :root { color-scheme: light; }
-body { margin: 0 auto; padding: 1.5rem; max-width: 72rem; color: #1a1a1a; background: #fff;
+body { margin: 0 auto; padding: 1.5rem; max-width: 86rem; color: #1a1a1a; background: #fff;
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }
 h1 { font-size: 1.6rem; margin: 0 0 .3rem; }
 h2 { font-size: 1.25rem; margin: 2.5rem 0 .3rem; padding-top: 1rem; border-top: 1px solid #ccc; }
@@ -23,16 +23,16 @@ nav a { margin-right: 1.2rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .87rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .22rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e6e6e6; }
-th { border-bottom: 2px solid #999; font-weight: 600; background: #fff; position: sticky; top: 0; }
+th { border-bottom: 2px solid #999; font-weight: 600; }
 tbody tr:hover { background: #f3f7fb; }
 .text { text-align: left; }
-.missing { color: #8a4b00; text-align: left; white-space: normal; }
-.facts td, .facts th { text-align: left; white-space: normal; vertical-align: top; position: static; }
+.facts td, .facts th { text-align: left; white-space: normal; vertical-align: top; }
 .facts th { border-bottom: 1px solid #e6e6e6; white-space: nowrap; }
-figure { margin: 1.2rem 0; }
+figure { margin: 1.2rem 0; max-width: 68rem; }
 figure svg { display: block; width: 100%; height: auto; }
+figure.one { max-width: 46rem; }
 summary { cursor: pointer; font-weight: 600; margin: 1rem 0 .4rem; }
-@media print { body { max-width: none; } th { position: static; } }
+@media print { body { max-width: none; } }
 """
 
 #: Tables of more rows than this are folded, as the plots above them say the same at a glance.
@@ -76,30 +76,23 @@ def _section(source: Source, drawn: Sequence[Plot]) -> list[str]:
 
 
 def _figure(plot: Plot) -> str:
-    return f"<figure>{plots.inline_svg(plot)}</figure>"
+    kind = ' class="one"' if len(plot.panels) == 1 else ""
+    return f"<figure{kind}>{plots.inline_svg(plot)}</figure>"
 
 
 def _table(sheet: Sheet) -> str:
-    head = "".join(_cell("th", sheet, index, column) for index, column in enumerate(sheet.columns))
-    body = "\n".join(f"<tr>{_row(sheet, row)}</tr>" for row in sheet.rows)
-    table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+    body = "\n".join(f"<tr>{_cells('td', sheet, row)}</tr>" for row in sheet.rows)
+    head = f"<thead><tr>{_cells('th', sheet, sheet.columns)}</tr></thead>"
+    table = f'<div class="wide"><table>{head}<tbody>\n{body}\n</tbody></table></div>'
     note = f'<p class="note">{escape(sheet.note)}</p>'
     if len(sheet.rows) > LONG:
         return f"<details><summary>{escape(sheet.title)}: all {len(sheet.rows)} rows</summary>{table}{note}</details>"
     return f"<h3>{escape(sheet.title)}</h3>{table}{note}"
 
 
-def _row(sheet: Sheet, row: Sequence[str]) -> str:
-    if len(row) == len(sheet.columns):
-        return "".join(_cell("td", sheet, index, cell) for index, cell in enumerate(row))
-    # A row without figures: its last cell says why, all along the line.
-    *names, why = row
-    cells = "".join(_cell("td", sheet, index, cell) for index, cell in enumerate(names))
-    return f'{cells}<td class="missing" colspan="{len(sheet.columns) - len(names)}">{escape(why)}</td>'
-
-
-def _cell(tag: str, sheet: Sheet, index: int, text: str) -> str:
-    return f'<{tag} class="text">{escape(text)}</{tag}>' if is_text(sheet, index) else f"<{tag}>{escape(text)}</{tag}>"
+def _cells(tag: str, sheet: Sheet, texts: Sequence[str]) -> str:
+    classes = [' class="text"' if is_text(sheet, index) else "" for index in range(len(texts))]
+    return "".join(f"<{tag}{kind}>{escape(text)}</{tag}>" for kind, text in zip(classes, texts, strict=True))
 
 
 def _facts(title: str, facts: Mapping[str, Any]) -> str:

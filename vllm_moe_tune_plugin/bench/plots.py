@@ -30,6 +30,8 @@ COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES = ("-", "--", ":", "-.")
 DPI = 150
+#: Inches above the panels for the title and the line below it.
+HEAD = 0.56
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def _gain(sources: Sequence[Source]) -> Plot:
         f"Engine gain: {what}",
         "; ".join([_where(sources), *parts]),
         "requests at once" if kind == "serve" else "batch size",
-        "more output tokens a second (%)",
+        "gain in output tokens a second (%)",
         (Panel("", tuple(lines)),) if lines else (),
     )
 
@@ -287,6 +289,7 @@ _STYLE: Mapping[str, Any] = {
     "lines.linewidth": 1.6,
     "lines.markersize": 4.5,
     "legend.frameon": False,
+    "legend.handlelength": 3.2,
     "svg.fonttype": "path",
 }
 
@@ -312,8 +315,9 @@ def _draw(plot: Plot) -> Any:
         for axes in flat[count:]:
             axes.remove()
         handles = {line.get_label(): line for axes in flat[:count] for line in axes.lines if line.get_label()[0] != "_"}
-        figure.suptitle(f"{plot.title}\n", fontsize=11.5, fontweight="bold", x=0.01, ha="left")
-        figure.text(0.01, 1 - 0.36 / height, plot.subtitle, fontsize=8.5, color=GREY, va="top")
+        figure.get_layout_engine().set(rect=(0, 0, 1, 1 - HEAD / height))
+        figure.text(0.01, 1 - 0.08 / height, plot.title, fontsize=11.5, fontweight="bold", va="top")
+        figure.text(0.01, 1 - 0.32 / height, plot.subtitle, fontsize=8.5, color=GREY, va="top")
         if len(handles) > 1 or plot.quantity != "gain":
             figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 4))
     return figure

@@ -21,6 +21,9 @@ from vllm_moe_tune_plugin.bench.schema import MACHINE, BenchError
 ARMS = (engine.STOCK, engine.TUNED)
 GIB = 2**30
 
+#: Columns of text among those of numbers.
+TOKENS, TUNINGS, REMARKS = "greedy tokens", "tunings that changed calls", "remarks"
+
 
 @dataclass(frozen=True)
 class Source:
@@ -50,13 +53,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table before it is drawn. ``words`` of its first columns hold text, the others numbers."""
+    """A table before it is drawn. Its first ``words`` columns hold text, and ``note`` says what the figures are."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: int = 1
-    note: str = ""
+    words: int
+    note: str
 
 
 def load(paths: Sequence[pathlib.Path]) -> list[Source]:
@@ -141,12 +144,15 @@ def _layer_sheet(source: Source) -> Sheet:
     controlled = "control" in source.method["arms"]
     columns = ["shape", "dtype", "routing", "M", "stock µs", "tuned µs", "ratio", "95 %", "limit µs", "MB moved"]
     columns += ["error stock", "error tuned", *(["stock/stock"] if controlled else [])]
+    figures = len(columns) - 4
+    if any(row["status"] != "ok" for row in source.data["rows"]):
+        columns.append(REMARKS)
     rows = []
     for row in source.data["rows"]:
         key = row["key"]
         names = [shape_name(key), key["dtype"], key["routing"], str(key["tokens"])]
         if row["status"] != "ok":
-            rows.append([*names, f"{row['status']}: {row['reason']}"])
+            rows.append([*names, row["status"], *[""] * (figures - 1), row["reason"]])
             continue
         median, spread, error = row["median_us"], row["spread_us"], row["relative_error"]
         rows.append(
@@ -239,7 +245,7 @@ def _speed_sheet(source: Source) -> Sheet:
 
 
 def _latency_sheet(source: Source) -> Sheet:
-    columns = ["stock TPOT ms", "tuned TPOT ms", "stock TTFT ms", "tuned TTFT ms", "greedy tokens"]
+    columns = ["stock TPOT ms", "tuned TPOT ms", "stock TTFT ms", "tuned TTFT ms", TOKENS]
     rows = []
     for size in _sizes(source):
         times = [_batch_figure(source, arm, size, name, ".2f", 1e3) for name in ("tpot_s", "ttft_s") for arm in ARMS]
@@ -254,7 +260,7 @@ def _verdicts(source: Source, arm: str) -> str:
 
 
 def _runs_sheet(source: Source) -> Sheet:
-    columns = ["arm", "runs", "start-up s", "peak memory GiB", "KV cache tokens", "tunings that changed calls"]
+    columns = ["arm", "runs", "start-up s", "peak memory GiB", "KV cache tokens", TUNINGS]
     rows = []
     for arm in ARMS:
         count = sum(row["key"]["arm"] == arm for row in source.rows())
@@ -265,11 +271,11 @@ def _runs_sheet(source: Source) -> Sheet:
                 _run_figure(source, arm, "kv_cache_tokens", ".0f"),
             )
             rows.append([arm, str(count), *figures, "none" if arm == engine.STOCK else _verdicts(source, arm)])
-    return Sheet("Engines", columns, rows, note=f"{SPREAD}.")
+    return Sheet("Engines", columns, rows, words=1, note=f"{SPREAD}.")
 
 
 def _engine_summary(source: Source) -> Sheet:
-    columns = ["stock tokens/s", "tuned tokens/s", "ratio", "95 %", "TPOT ms", "TTFT ms", "greedy tokens"]
+    columns = ["stock tokens/s", "tuned tokens/s", "ratio", "95 %", "TPOT ms", "TTFT ms", TOKENS]
     rows = []
     for speed, latency in zip(_speed_sheet(source).rows, _latency_sheet(source).rows, strict=True):
         _, stock_tpot, tuned_tpot, stock_ttft, tuned_ttft, tokens = (cell.partition(" ±")[0] for cell in latency)
@@ -296,19 +302,17 @@ def rich_table(sheet: Sheet) -> Table:
         table.add_column(column, justify="left" if is_text(sheet, index) else "right")
     for row in sheet.rows:
         table.add_row(*(escape(cell) for cell in row))
-    if sheet.note:
-        table.caption, table.caption_justify = sheet.note, "left"
     return table
 
 
 def is_text(sheet: Sheet, index: int) -> bool:
-    return index < sheet.words or sheet.columns[index] in ("greedy tokens", "tunings that changed calls")
+    return index < sheet.words or sheet.columns[index] in (TOKENS, TUNINGS, REMARKS)
 
 
 def markdown_table(sheet: Sheet) -> str:
-    """The table alone; cells that a row lacks are empty."""
+    """The table alone."""
     lines = [sheet.columns, ["---" if is_text(sheet, index) else "---:" for index in range(len(sheet.columns))]]
-    lines += [[cell.replace("|", "\\|") for cell in row] + [""] * (len(sheet.columns) - len(row)) for row in sheet.rows]
+    lines += [[cell.replace("|", "\\|") for cell in row] for row in sheet.rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -173,10 +173,7 @@ def _tune(kernel: str, estimate: Estimate, beyond_floor: bool) -> Patch:
                 return native("vLLM passes the estimate at every call")
         elif not any("max_capture_size" in names for names in callers.values()):
             return native(f"FlashInfer's {FLOOR} holds; more only with MOE_TUNE_CUTLASS_BUCKET=1 (memory, PR 53186)")
-        try:
-            argument = Argument(function, "tune_max_num_tokens")
-        except LookupError:
-            return unsupported("FlashInfer's function takes no tune_max_num_tokens")
+        argument = Argument(function, "tune_max_num_tokens")
         # The module that brought other buckets than powers of two (FlashInfer PR 3115) has this function.
         powers_of_two = not hasattr(sys.modules["flashinfer.fused_moe.utils"], "get_hybrid_num_tokens_buckets")
 

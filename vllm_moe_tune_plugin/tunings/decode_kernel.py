@@ -4,8 +4,9 @@ What: where ``TritonExperts.apply`` is called with few tokens, :mod:`vllm_moe_tu
 layer: gate and up projections with the activation, then the down projection with the router-weighted sum. No sorting, no
 intermediate round trips, no separate activation and sum, fp32 accumulation, the same bits in every run.
 
-When: only where every condition is proven (:func:`why_stock` says which one is not), and only up to the number of tokens
-at which it was measured to win (:func:`window`). Everything else is exactly stock. A subclass of ``TritonExperts`` keeps its
+When: on Hopper, for weights in bf16 or fp16, where every condition is proven (:func:`why_stock` says which one is not), and
+only up to the number of tokens at which it was measured to win (:func:`window`). ``MOE_TUNE_DECODE_TOKENS`` sets another
+number of tokens, on any GPU. Everything else is exactly stock. A subclass of ``TritonExperts`` keeps its
 own behaviour, and so does an instance of which a step was replaced (LoRA).
 
 Upstream: nothing like it up to vLLM 0.33. The idea of a GEMV path for decode was proposed and closed in PR 41379.
@@ -14,8 +15,7 @@ Delete when: vLLM has a fused path for few tokens that is as fast.
 
 from __future__ import annotations
 
-import importlib
-import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,10 +38,14 @@ ACTIVATIONS = {
     "relu2_no_mul": ("relu2_no_mul", False),
 }
 #: The constants of vLLM's swigluoai.
-SWIGLUOAI = {"alpha": 1.702, "limit": 7.0}
+SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT = 1.702, 7.0
 
-#: More tokens than any window has: a cheap first look.
-MOST_TOKENS = 64
+#: The most tokens with which the kernels were measured.
+MOST_MEASURED = 8
+#: Bytes of an expert up to which tokens may share experts more often.
+SMALL_EXPERT = 12 << 20
+#: The compute capability of the GPUs on which they were measured (Hopper).
+MEASURED_ON = (9, 0)
 
 #: The steps of TritonExperts.apply that an instance may replace.
 STEPS = ("activation", "moe_sum", "apply", "_finalize_expert_output", "_apply_router_weight_in_gemm2")
@@ -86,19 +90,23 @@ class Call:
     @property
     def scratch(self) -> int:
         """Elements that the activated rows of all pairs take."""
-        return self.topk_ids.numel() * self.w2.size(2)
+        return int(self.topk_ids.numel() * self.w2.size(2))
 
 
-def window(num_experts: int, top_k: int, expert_bytes: int, dtype: torch.dtype) -> int:
-    """The largest number of tokens for which the two kernels win.
+def window(num_experts: int, top_k: int, expert_bytes: int) -> int:
+    """The largest number of tokens for which the two kernels were measured to win.
+
+    They read an expert once for each token that chose it, from the L2 cache after the first time; stock reads it once. So
+    they win while few tokens share an expert: on an H200 up to a quarter as many (token, expert) pairs as experts for every
+    shape, and up to half as many where experts are small. Measured with bf16 up to 8 tokens.
 
     Args:
         num_experts: E, experts on this rank.
         top_k: experts for each token.
         expert_bytes: bytes of one expert's weights.
-        dtype: the weights' dtype.
     """
-    return 8
+    pairs = num_experts // (2 if expert_bytes <= SMALL_EXPERT else 4)
+    return min(MOST_MEASURED, pairs // top_k)
 
 
 def why_stock(experts: Any, call: Call, stock_class: type) -> str:
@@ -108,6 +116,8 @@ def why_stock(experts: Any, call: Call, stock_class: type) -> str:
     replaced = [step for step in STEPS if step in vars(experts)]
     if replaced:
         return f"{', '.join(replaced)} was replaced on this instance"
+    if call.expert_map is not None:
+        return "experts are on several ranks, which has not been measured"
     if getattr(experts, "_lora_context", None) is not None:
         return "LoRA is active"
     if call.apply_router_weight_on_input:
@@ -170,30 +180,31 @@ def _why_tensors(call: Call) -> str:
 
 def _host_resident(module: Any) -> Callable[[torch.Tensor, torch.Tensor], bool]:
     """vLLM's own answer whether weights are on the host (0.30 and later), behind an address of the GPU."""
-    return getattr(module, "_weights_host_resident", lambda w1, w2: False)
+    answer: Callable[[torch.Tensor, torch.Tensor], bool] = getattr(module, "_weights_host_resident", lambda w1, w2: False)
+    return answer
 
 
-def _decide(target: str) -> Callable[[Any], Advice | Verdict]:
+def _decide(target: str, decode_tokens: int | None) -> Callable[[Any], Advice | Verdict]:
     def decide(function: Any) -> Advice | Verdict:
         if torch.version.hip is not None:
             return unsupported("written for NVIDIA GPUs")
-        module = importlib.import_module(target.partition(":")[0])
+        module = sys.modules[target.partition(":")[0]]
         stock_class, host_resident = module.TritonExperts, _host_resident(module)
         arguments = [Argument(function, name) for name in _PARAMETERS]
-        ids, w1 = Argument(function, "topk_ids"), Argument(function, "w1")
-        most = int(os.environ.get("MOE_TUNE_DECODE_TOKENS", MOST_TOKENS))
-        forced = "MOE_TUNE_DECODE_TOKENS" in os.environ
+        ids = Argument(function, "topk_ids")
+        most = MOST_MEASURED if decode_tokens is None else decode_tokens
 
         def instead(experts: Any, args: Args, kwargs: Kwargs) -> Any:
             tokens, top_k = ids.get(args, kwargs).shape
             if not 0 < tokens <= most:
                 return STOCK
             call = Call(*(argument.get(args, kwargs) for argument in arguments))
-            weights = w1.get(args, kwargs)
-            expert_bytes = (weights[0].numel() + call.w2[0].numel()) * weights.element_size()
-            if not forced and tokens > window(weights.size(0), top_k, expert_bytes, weights.dtype):
-                return STOCK
             if why_stock(experts, call, stock_class) or host_resident(call.w1, call.w2):
+                return STOCK
+            expert_bytes = (call.w1[0].numel() + call.w2[0].numel()) * call.w1.element_size()
+            if decode_tokens is None and not (
+                _is_measured(call.w1.device) and tokens <= window(call.w1.size(0), top_k, expert_bytes)
+            ):
                 return STOCK
             _run(experts, call)
             return None
@@ -201,6 +212,11 @@ def _decide(target: str) -> Callable[[Any], Advice | Verdict]:
         return Replace(instead)
 
     return decide
+
+
+def _is_measured(device: torch.device) -> bool:
+    """Whether the window holds for a device; on the CPU, Triton's interpreter has no speed to lose."""
+    return device.type == "cpu" or bool(torch.cuda.get_device_capability(device) == MEASURED_ON)
 
 
 def _run(experts: Any, call: Call) -> None:
@@ -221,13 +237,12 @@ def _run(experts: Any, call: Call) -> None:
         w1_bias=experts.quant_config.w1_bias,
         w2_bias=experts.quant_config.w2_bias,
         interleaved=interleaved,
-        **(SWIGLUOAI if activation == "swigluoai" else {}),
+        alpha=SWIGLUOAI_ALPHA,
+        limit=SWIGLUOAI_LIMIT,
         pdl=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0),
     )
 
 
 def patches(settings: Settings) -> Sequence[Patch]:
-    target = first_existing(
-        f"{FUSED_MOE}.experts.triton_moe:TritonExperts.apply", f"{FUSED_MOE}.fused_moe:TritonExperts.apply"
-    )
-    return (Patch(target, _decide(target)),)
+    target = first_existing(f"{FUSED_MOE}.experts.triton_moe:TritonExperts.apply", f"{FUSED_MOE}.fused_moe:TritonExperts.apply")
+    return (Patch(target, _decide(target, settings.decode_tokens)),)

@@ -10,6 +10,7 @@ Delete when: every experts class of the oldest supported vLLM casts.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,7 +54,7 @@ def _decide(target: str) -> Callable[[Any], Advice | Verdict]:
             names |= function_names(packer)
         if "int32" in names:
             return native("vLLM casts the ids")
-        if "topk_ids_and_weights" in names:
+        if "topk_ids_and_weights" in inspect.signature(function).parameters:
             pair = Argument(function, "topk_ids_and_weights")
 
             def cast_pair(_: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
@@ -75,7 +76,9 @@ def _decide(target: str) -> Callable[[Any], Advice | Verdict]:
 
 
 def patches(settings: Settings) -> Sequence[Patch]:
-    entries = [Patch(target, _decide(target), missing=lambda: unsupported("this vLLM has no such experts")) for target in ENTRIES]
+    entries = [
+        Patch(target, _decide(target), missing=lambda: unsupported("this vLLM has no such experts")) for target in ENTRIES
+    ]
     if not exists("flashinfer"):
         for patch in entries:  # nothing will ever import these modules
             patch.settle(unsupported("flashinfer-python is not installed"))

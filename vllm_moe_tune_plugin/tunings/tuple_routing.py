@@ -24,6 +24,7 @@ Delete when: the oldest supported vLLM hands over tuples (0.30).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -31,11 +32,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from vllm_moe_tune_plugin.patching import STOCK, Advice, Args, Kwargs, Patch, Replace, Verdict, native, unsupported
 from vllm_moe_tune_plugin.settings import Settings
-from vllm_moe_tune_plugin.stack import Argument, exists, function_names, installed, module_code, names_in
+from vllm_moe_tune_plugin.stack import Argument, function_names, installed, module_code, names_in
 
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts"
 PACK = "trtllm_moe_pack_topk_ids_weights"
@@ -63,6 +64,14 @@ def takes_fp32_weights(kernel: str, flashinfer: Version) -> bool:
 
 def tunes_tuples_on_garbage(kernel: str, flashinfer: Version) -> bool:
     return "fp4" in kernel and flashinfer < Version("0.6.17")
+
+
+def _flashinfer_version() -> Version | None:
+    """The older of what the metadata and the imported package say, should one have been put over the other."""
+    said = [installed("flashinfer-python")]
+    with contextlib.suppress(InvalidVersion):
+        said.append(Version(str(getattr(sys.modules.get("flashinfer"), "__version__", ""))))
+    return min((version for version in said if version is not None), default=None)
 
 
 def is_tuning() -> bool:
@@ -125,7 +134,7 @@ def runs_triton(tensor: torch.Tensor) -> bool:
 def _decide(kernel: str) -> Callable[[Any], Advice | Verdict]:
     def decide(pack: Any) -> Advice | Verdict:
         function = getattr(sys.modules["flashinfer.fused_moe"], kernel, None)
-        flashinfer = installed("flashinfer-python")
+        flashinfer = _flashinfer_version()
         if function is None or flashinfer is None:
             return unsupported(f"this FlashInfer has no {kernel}")
         if takes_tuple(function) and takes_fp32_weights(kernel, flashinfer):
@@ -143,12 +152,8 @@ def _without_helper(module: str, kernel: str) -> Verdict:
     """What it means that a module has no packing function to replace."""
     code = module_code(module)
     names = names_in(code) if code is not None else frozenset()
-    if not exists("flashinfer"):
-        return unsupported("flashinfer-python is not installed")
     if kernel not in names:
         return unsupported("this vLLM has no routed experts there")
-    if PACK in names:
-        return unsupported("this FlashInfer has no autotuner to ask")
     if "int16" in names:
         return unsupported("this vLLM packs in the middle of a function")
     return native("vLLM hands over a tuple")

@@ -1,0 +1,123 @@
+"""``bench engine`` around its driver; the driver itself runs in a CPU engine in test_driver.py."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic
+
+from vllm_moe_tune_plugin.bench import engine, schema
+from vllm_moe_tune_plugin.bench.schema import BenchError, Results
+
+FAKE_DRIVER = (sys.executable, str(Path(__file__).with_name("fake_driver.py")))
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Run `bench engine` with the fake driver; returns what it said. The results are in `tmp_path / "results.json"`."""
+
+    def run(pairs: int = 2, batch_sizes: tuple[int, ...] = (1, 4), **behaviour: object) -> list[str]:
+        monkeypatch.setenv("FAKE_DRIVER_COUNTER", str(tmp_path / "counter"))
+        for name, value in behaviour.items():
+            monkeypatch.setenv(f"FAKE_DRIVER_{name.upper()}", str(value))
+        job = engine.Job(
+            "tiny", batch_sizes, pairs, output_len=50, greedy_tokens=8, driver=FAKE_DRIVER, log_dir=tmp_path / "logs"
+        )
+        said: list[str] = []
+        results = Results(tmp_path / "results.json", "engine", synthetic.ENVIRONMENT, {**engine.METHOD, **job.settings()})
+        results.resume()
+        engine.run(job, results, said.append)
+        return said
+
+    return run
+
+
+def rows(tmp_path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = schema.read(tmp_path / "results.json")["rows"]
+    return found
+
+
+def test_runs_alternate_and_only_the_tuned_ones_are_faster(bench: Callable[..., list[str]], tmp_path: Path) -> None:
+    bench(pairs=3, speed=1.25)
+
+    order = [(row["key"]["pair"], row["key"]["arm"]) for row in rows(tmp_path)]
+    assert order == [(0, "stock"), (0, "tuned"), (1, "tuned"), (1, "stock"), (2, "stock"), (2, "tuned")]
+    for size in (1, 4):
+        assert engine.ratios(rows(tmp_path), size) == pytest.approx([1.25] * 3)
+        assert engine.agreement(rows(tmp_path), size) == "same"
+
+
+def test_figures_of_a_run(bench: Callable[..., list[str]], tmp_path: Path) -> None:
+    bench(pairs=1)
+    run = rows(tmp_path)[0]
+    batch = run["batches"][1]
+
+    assert batch["batch_size"] == 4
+    assert batch["tokens_per_s"] == pytest.approx(4 * 50 / (4 * 50 / 100))
+    assert batch["tpot_s"] == pytest.approx((4 * 50 / 100 - 0.01) / 49)
+    assert batch["ttft_s"] == pytest.approx(0.01)
+    assert (run["startup_s"], run["kv_cache_tokens"], run["peak_memory_bytes"]) == (30.0, 1000, 2**30)
+    assert run["plugin"]["verdict"] == "stock"
+    assert rows(tmp_path)[1]["plugin"]["verdict"] == "tuned: low_latency_assignment"
+
+
+def test_failed_run_ends_it_and_the_next_call_goes_on(bench: Callable[..., list[str]], tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="tuned run failed with status 1: ValueError: the engine did not come up"):
+        bench(fails_at=2)
+    finished = rows(tmp_path)
+    assert [row["key"] for row in finished] == [{"pair": 0, "arm": "stock"}, {"pair": 0, "arm": "tuned"}]
+    assert "did not come up" in (tmp_path / "logs" / "run-3-tuned.log").read_text()
+
+    said = bench(fails_at=-1)
+    assert rows(tmp_path)[:2] == finished
+    assert len(rows(tmp_path)) == 4
+    assert "run 1/4 (stock): finished before" in said
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ({"leaves": ""}, "the plugin was not active in a tuned run"),
+        ({"leaves": "stock,tuned"}, "the plugin was active in a stock run"),
+        ({"tuned": 0}, "low_latency_assignment changed none of the calls that it saw"),
+        ({"state": "failed"}, r"a tuning failed in a tuned run: low_latency_assignment \(because\)"),
+    ],
+)
+def test_run_that_is_not_what_it_should_be(bench: Callable[..., list[str]], behaviour: dict[str, object], message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        bench(**behaviour)
+
+
+def test_native_stack_has_nothing_to_tune(bench: Callable[..., list[str]], tmp_path: Path) -> None:
+    bench(pairs=1, tuned=0, state="native")
+    assert rows(tmp_path)[1]["plugin"]["verdict"] == "nothing to tune"
+
+
+def test_tokens_that_part(bench: Callable[..., list[str]], tmp_path: Path) -> None:
+    bench(pairs=1, parts_at=3)
+    assert engine.agreement(rows(tmp_path), 4) == "part in 1 of 4, first at token 3 (margin 0.500)"
+
+
+def test_results_of_another_environment_are_left_alone(bench: Callable[..., list[str]], tmp_path: Path) -> None:
+    bench(pairs=1)
+    before = (tmp_path / "results.json").read_text()
+    with pytest.raises(BenchError, match=r"another method \(batch_sizes: \[1, 4\], here \[2\]\)"):
+        bench(pairs=1, batch_sizes=(2,))
+    assert (tmp_path / "results.json").read_text() == before
+
+
+def test_environment_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(engine, "_names_in_vllm_envs", lambda: '"VLLM_HOST_IP": ..., "VLLM_USE_AOT_COMPILE": ...')
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "1")
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    for name in ("VLLM_HOST_IP", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    stock, tuned = (engine._environment(arm, tmp_path) for arm in ("stock", "tuned"))
+
+    assert stock["VLLM_USE_AOT_COMPILE"] == "1"  # the user's
+    assert (stock["VLLM_HOST_IP"], stock["HF_HUB_OFFLINE"]) == ("127.0.0.1", "1")
+    assert "VLLM_USE_FLASHINFER_SAMPLER" not in stock  # a release that does not know it would warn
+    assert {name for name in stock if stock[name] != tuned[name]} == {"VLLM_PLUGINS"}
+    assert (stock["VLLM_PLUGINS"], tuned["VLLM_PLUGINS"]) == ("", "moe_tune")

@@ -1,0 +1,54 @@
+"""This project's own results: they follow the schema, and the README and its plots are what `bench report` makes of them.
+
+After new results: `vllm-moe-tune bench report tests/gpu/results/*.json --plots docs/bench --readme README.md`.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vllm_moe_tune_plugin.bench import plots, report
+from vllm_moe_tune_plugin.bench.report import Source
+
+ROOT = Path(__file__).parents[2]
+README, RESULTS, PLOTS = ROOT / "README.md", ROOT / "tests" / "gpu" / "results", ROOT / "docs" / "bench"
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[Source]:
+    """All of them; reading is validating."""
+    found = report.load(sorted(RESULTS.glob("*.json")))
+    assert found, "there are no results"
+    return found
+
+
+def test_results_are_of_a_gpu(sources: list[Source]) -> None:
+    for source in sources:
+        environment = source.environment
+        for name in ("gpu", "gpu_id", "driver", "vllm", "torch", "triton", "commit"):
+            assert environment[name], f"{source.name}: {name}"
+        assert not environment["commit"].endswith("-dirty"), source.name
+        assert source.rows(), source.name
+        assert not [row["key"] for row in source.data["rows"] if row["status"] == "failed"], source.name
+
+
+def test_readme_is_what_report_makes_of_the_results(sources: list[Source]) -> None:
+    text = README.read_text(encoding="utf-8")
+    for source in sources:
+        assert f"<!-- bench:{source.name} -->" in text
+    known = {source.name for source in sources}
+    assert set(re.findall(r"<!-- bench:(\S+) -->", text)) == known
+    drawn = plots.plots(sources)
+
+    def links(name: str) -> str:
+        return report.plot_links([(plot.name, plot.title) for plot in drawn[name]], PLOTS, README)
+
+    assert report.update_readme(text, sources, links) == text
+
+
+def test_plots_are_those_of_the_results(sources: list[Source]) -> None:
+    for group in plots.plots(sources).values():
+        for plot in group:
+            assert plot.digest().encode() in (PLOTS / f"{plot.name}.png").read_bytes(), plot.name
+            assert plot.digest() in (PLOTS / f"{plot.name}.svg").read_text(), plot.name
