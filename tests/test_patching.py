@@ -21,7 +21,7 @@ import wrapt
 import vllm_moe_tune_plugin
 from vllm_moe_tune_plugin import patching, plugin, tunings
 from vllm_moe_tune_plugin.ledger import State
-from vllm_moe_tune_plugin.patching import STOCK, Notice, Patch, Replace, Rewrite, Within, native
+from vllm_moe_tune_plugin.patching import STOCK, Around, Convert, Observe, Patch, Replace, Rewrite, Within, native
 
 SOURCES = {
     "prey": "from .core import function\n",
@@ -410,13 +410,17 @@ BROKEN = {
     "rewrite": Rewrite(broken),
     "replace": Replace(broken),
     "within": Within(VARIABLE, broken),
-    "notice": Notice(broken),
+    "around": Around(broken),
+    "observe": Observe(broken),
+    "convert": Convert(broken),
 }
 WORKING = {
     "rewrite": Rewrite(lambda _, args, kwargs: (args, kwargs)),
     "replace": Replace(lambda *_: STOCK),
     "within": Within(VARIABLE, lambda *_: 1),
-    "notice": Notice(lambda _: None),
+    "around": Around(lambda *_: contextlib.nullcontext()),
+    "observe": Observe(lambda *_: None),
+    "convert": Convert(lambda result: result),
 }
 
 
@@ -476,7 +480,7 @@ def test_exceptions_of_the_wrapped_function_pass_unchanged(session, tmp_path, ad
     assert seen_in_progress == [None]
     assert traceback.extract_tb(error.__traceback__)[-1].name == "function"
     (record,) = plugin.records()
-    assert record.state is (State.FAILED if is_broken and advice != "broken notice" else State.APPLIED)
+    assert record.state is (State.FAILED if is_broken and advice not in ("broken observe", "broken convert") else State.APPLIED)
 
 
 @pytest.mark.parametrize("base", [KeyboardInterrupt, SystemExit])

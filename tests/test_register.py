@@ -95,7 +95,9 @@ def test_under_50_ms_and_light(run):
         assert not [name for name in sys.modules if name.partition(".")[0] in ("vllm", "flashinfer", "triton")]
         assert not torch.cuda.is_initialized()
         from vllm_moe_tune_plugin import status
-        assert {tuning["state"] for tuning in status()} == {"pending"}
+        states = {tuning["name"]: tuning["state"] for tuning in status()}
+        assert states.pop("cache_identity") == "native"  # the fake stack persists nothing
+        assert set(states.values()) == {"pending"}
     """
     times = [tuple(map(float, run(code, all_tunings=True).split())) for _ in range(5)]
     assert min(first for first, _ in times) < 50

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from vllm_moe_tune_plugin import __version__
 from vllm_moe_tune_plugin.bench.cli import bench
+from vllm_moe_tune_plugin.coverage_cli import coverage
 from vllm_moe_tune_plugin.ledger import State
 from vllm_moe_tune_plugin.settings import HELP
 
@@ -33,6 +34,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(coverage)
 
 
 @main.command()
@@ -78,6 +80,27 @@ def _print_look(look: dict[str, Any], verbose: bool) -> None:
         console.print(f"[bold]{tuning['name']}[/]: {_coloured(tuning['state'])}", _because(tuning["reason"]))
         for patch in tuning["patches"] if verbose else ():
             console.print(f"    {escape(patch['target'])}: {_coloured(patch['state'])}", _because(patch["reason"]))
+
+
+@main.command()
+def selftest() -> None:
+    """Run each tuning's code on this machine against a reference.
+
+    Needs no GPU: Triton's interpreter stands in. Exits with 1 where a check fails.
+    """
+    from vllm_moe_tune_plugin.selftest import SelftestError, run
+
+    try:
+        checks = run()
+    except SelftestError as error:
+        raise click.ClickException(str(error)) from error
+    table = Table("check", "acted", "stock", "tuned", "", box=None, padding=(0, 2, 0, 0))
+    for check in checks:
+        table.add_row(check.what, check.tunings or "-", check.stock, check.tuned, "pass" if check.passed else "[red]FAIL[/]")
+    Console(soft_wrap=True, highlight=False).print(table)
+    failed = sum(not check.passed for check in checks)
+    click.echo(f"{len(checks) - failed} passed, {failed} failed")
+    sys.exit(1 if failed else 0)
 
 
 def _because(reason: str) -> str:

@@ -7,7 +7,9 @@ why) or an advice, which says how calls are changed:
 * :class:`Rewrite`: change the arguments, then make the stock call;
 * :class:`Replace`: give the result without the stock call, where the conditions are met;
 * :class:`Within`: make the stock call with a context variable set, for a wrapper further down;
-* :class:`Notice`: look at the object once the stock call is over, and change nothing.
+* :class:`Around`: make the stock call inside a context manager;
+* :class:`Observe`: look at the call once it is over, and change nothing;
+* :class:`Convert`: change the stock call's result.
 
 Whatever the tuning's own code raises is caught there: the stock call is made, the failure is logged once and the tuning
 stays stock from then on. What the stock function raises passes unchanged.
@@ -136,27 +138,79 @@ class Within:
 
 
 @dataclass(frozen=True)
-class Notice:
-    """Call ``look(instance)`` after the stock call."""
+class Around:
+    """Make the stock call inside the context manager that ``enter(instance, args, kwargs)`` returns, None: as it is."""
 
-    look: Callable[[Any], None]
+    enter: Callable[[Any, Args, Kwargs], contextlib.AbstractContextManager[Any] | None]
     note: str = ""
 
     def wrapper(self, patch: Patch) -> Wrapper:
-        def notice(wrapped: Callable[..., Any], instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        def around(wrapped: Callable[..., Any], instance: Any, args: Args, kwargs: Kwargs) -> Any:
+            if not patch.live:
+                return wrapped(*args, **kwargs)
+            patch.calls += 1
+            stack = None
+            try:
+                context = self.enter(instance, args, kwargs)
+                if context is not None:
+                    stack = contextlib.ExitStack()
+                    stack.enter_context(context)
+                    patch.tuned += 1
+            except Exception as error:
+                patch.fail(error)
+                stack = None
+            if stack is None:
+                return wrapped(*args, **kwargs)
+            with stack:
+                return wrapped(*args, **kwargs)
+
+        return around
+
+
+@dataclass(frozen=True)
+class Observe:
+    """Look at a call when it is over with ``look(instance, args, kwargs, result)``, and change nothing."""
+
+    look: Callable[[Any, Args, Kwargs, Any], None]
+    note: str = ""
+
+    def wrapper(self, patch: Patch) -> Wrapper:
+        def observe(wrapped: Callable[..., Any], instance: Any, args: Args, kwargs: Kwargs) -> Any:
             result = wrapped(*args, **kwargs)
             if patch.live:
                 patch.calls += 1
                 try:
-                    self.look(instance)
+                    self.look(instance, args, kwargs, result)
                 except Exception as error:
                     patch.fail(error)
             return result
 
-        return notice
+        return observe
 
 
-Advice = Rewrite | Replace | Within | Notice
+@dataclass(frozen=True)
+class Convert:
+    """Return ``convert(result)`` of the stock call's result."""
+
+    convert: Callable[[Any], Any]
+    note: str = ""
+
+    def wrapper(self, patch: Patch) -> Wrapper:
+        def converted(wrapped: Callable[..., Any], instance: Any, args: Args, kwargs: Kwargs) -> Any:
+            result = wrapped(*args, **kwargs)
+            if patch.live:
+                patch.calls += 1
+                try:
+                    result = self.convert(result)
+                    patch.tuned += 1
+                except Exception as error:
+                    patch.fail(error)
+            return result
+
+        return converted
+
+
+Advice = Rewrite | Replace | Within | Around | Observe | Convert
 Decide = Callable[[Any], Advice | Verdict]
 
 

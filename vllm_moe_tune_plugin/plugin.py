@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 from vllm_moe_tune_plugin import tunings
 from vllm_moe_tune_plugin.ledger import State, TuningRecord
-from vllm_moe_tune_plugin.patching import Advice, Group, ImportWatch, Notice, Patch, Verdict
+from vllm_moe_tune_plugin.patching import Advice, Group, ImportWatch, Observe, Patch, Verdict
 from vllm_moe_tune_plugin.settings import Settings
+from vllm_moe_tune_plugin.tactics import UntunedCalls
 
 # Below vLLM's own logger, so that its handlers show these lines with rank and pid.
 logger = logging.getLogger("vllm.moe_tune")
@@ -53,7 +54,8 @@ class Session:
                 if name in settings.disable:
                     patch.settle(Verdict(State.DISABLED, "MOE_TUNE_DISABLE names it"))
                 patch.settle_if_missing()
-        self.reports = [Patch(target, self._report_when_up) for target in _UP]
+        self.untuned_calls = UntunedCalls()
+        self.reports = [self.untuned_calls.patch(), *(Patch(target, self._report_when_up) for target in _UP)]
 
     def start(self) -> None:
         # Listen first: another thread may be importing.
@@ -92,7 +94,7 @@ class Session:
             logger.info(line)
 
     def _report_when_up(self, _: object) -> Advice:
-        return Notice(lambda instance: self._report())
+        return Observe(lambda *_: self._report())
 
     def _report(self) -> None:
         if not self._reported:
@@ -105,7 +107,12 @@ class Session:
 
     def _write_status(self) -> None:
         """Leave the states for whoever asked for them; a folder that cannot be written is no reason to stop an engine."""
-        status = {"version": self.version, "pid": os.getpid(), "tunings": [record.as_json() for record in self.records()]}
+        status = {
+            "version": self.version,
+            "pid": os.getpid(),
+            "tunings": [record.as_json() for record in self.records()],
+            "calls_without_tactic": self.untuned_calls.as_json(),
+        }
         try:
             folder = pathlib.Path(self.settings.status_dir)
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """This project's own results: they follow the schema, and the README and its plots are what `bench report` makes of them.
 
-After new results: `vllm-moe-tune bench report tests/gpu/results/*.json --plots docs/bench --readme README.md`.
+After new results: `vllm-moe-tune bench report tests/gpu/results/*.json --plots tests/gpu/plots --readme README.md`.
 """
 
 import re
@@ -12,7 +12,7 @@ from vllm_moe_tune_plugin.bench import plots, report
 from vllm_moe_tune_plugin.bench.report import Source
 
 ROOT = Path(__file__).parents[2]
-README, RESULTS, PLOTS = ROOT / "README.md", ROOT / "tests" / "gpu" / "results", ROOT / "docs" / "bench"
+README, RESULTS, PLOTS = ROOT / "README.md", ROOT / "tests" / "gpu" / "results", ROOT / "tests" / "gpu" / "plots"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_readme_is_what_report_makes_of_the_results(sources: list[Source]) -> No
         assert f"<!-- bench:{source.name} -->" in text
     known = {source.name for source in sources}
     assert set(re.findall(r"<!-- bench:(\S+) -->", text)) == known
-    drawn = plots.plots(sources)
+    drawn = plots.plots(sources, strict=False)
 
     def links(name: str) -> str:
         return report.plot_links([(plot.name, plot.title) for plot in drawn[name]], PLOTS, README)
@@ -48,7 +48,7 @@ def test_readme_is_what_report_makes_of_the_results(sources: list[Source]) -> No
 
 
 def test_plots_are_those_of_the_results(sources: list[Source]) -> None:
-    for group in plots.plots(sources).values():
+    for group in plots.plots(sources, strict=False).values():
         for plot in group:
             assert plot.digest().encode() in (PLOTS / f"{plot.name}.png").read_bytes(), plot.name
             assert plot.digest() in (PLOTS / f"{plot.name}.svg").read_text(), plot.name

@@ -238,7 +238,7 @@ def report(
     """
     try:
         sources = bench_report.load(files)
-        drawn = plots.plots(sources) if plot_dir else {}
+        drawn = plots.plots(sources, strict=readme_file is None) if plot_dir else {}
         if plot_dir:
             written = [path for group in drawn.values() for plot in group for path in plots.save(plot, plot_dir)]
             click.echo(f"{len(written)} files in {plot_dir}")

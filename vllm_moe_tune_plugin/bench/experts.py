@@ -150,8 +150,8 @@ class Layer:
         config = importlib.import_module(f"{FUSED_MOE}.config")
         local = shape.num_experts // ep
         self.expert_map = _expert_map(shape.num_experts, local, device) if ep > 1 else None
-        moe_config = _moe_config(config, shape, local, ep, dtype, device)
-        experts = _call(_named(_experts_target()), moe_config=moe_config, quant_config=self._quant_config(config, dtype))
+        built = moe_config(config, shape, local, ep, dtype, device)
+        experts = _call(_named(_experts_target()), moe_config=built, quant_config=self._quant_config(config, dtype))
         kernels = importlib.import_module(f"{FUSED_MOE}.modular_kernel")
         prepare = importlib.import_module(f"{FUSED_MOE}.prepare_finalize")
         # A class that does all since 0.17; up to 0.16 a module.
@@ -161,7 +161,7 @@ class Layer:
             kernel_class,
             prepare_finalize=prepare_class(),
             fused_experts=experts,
-            moe_parallel_config=moe_config.moe_parallel_config,
+            moe_parallel_config=built.moe_parallel_config,
         )
         self._apply = kernel.apply if kernel_class.__name__ == "FusedMoEKernel" else kernel.forward
         self._activation = _activation(shape.activation)
@@ -234,7 +234,8 @@ def _expert_map(num_experts: int, local: int, device: Any) -> Any:
     return expert_map
 
 
-def _moe_config(config: Any, shape: Shape, local: int, ep: int, dtype: str, device: Any) -> Any:
+def moe_config(config: Any, shape: Shape, local: int, ep: int, dtype: str, device: Any) -> Any:
+    """vLLM's ``FusedMoEConfig`` of the first of ``ep`` ranks, which holds ``local`` experts."""
     parallel = _call(
         config.FusedMoEParallelConfig,
         tp_size=1,

@@ -78,17 +78,25 @@ class Plot:
 # ---- what they show
 
 
-def plots(sources: Sequence[Source]) -> dict[str, list[Plot]]:
+def plots(sources: Sequence[Source], strict: bool = True) -> dict[str, list[Plot]]:
     """The plots of each file by its name, and those of several files of a kind by ``all-`` and the kind.
 
+    Args:
+        strict: files of a kind must be of one machine; otherwise those that are not get no plot in common.
+
     Raises:
-        BenchError: several files of a kind are not of one machine.
+        BenchError: they are not, and must be.
     """
     found = {source.name: _layer_plots(source) if source.kind == "layer" else [_gain([source])] for source in sources}
     for kind in dict.fromkeys(source.kind for source in sources):
         several = [source for source in sources if source.kind == kind]
         if len(several) > 1:
-            require_one_machine(several)
+            try:
+                require_one_machine(several)
+            except BenchError:
+                if strict:
+                    raise
+                continue
             found[ALL + kind] = _layer_ratios(several) if kind == "layer" else [_gain(several)]
     # A file without finished rows has nothing to show.
     drawable = {name: [plot for plot in group if plot.panels] for name, group in found.items()}

@@ -19,6 +19,8 @@ NAMES: tuple[str, ...] = (
     "int32_ids",
     "low_latency_assignment",
     "decode_kernel",
+    "warmup_buckets",
+    "cache_identity",
 )
 
 

@@ -31,11 +31,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_moe_tune_plugin import known_bad
 from vllm_moe_tune_plugin.patching import (
     Advice,
     Args,
     Kwargs,
-    Notice,
+    Observe,
     Patch,
     Rewrite,
     Verdict,
@@ -44,7 +45,8 @@ from vllm_moe_tune_plugin.patching import (
     unsupported,
 )
 from vllm_moe_tune_plugin.settings import Settings
-from vllm_moe_tune_plugin.stack import Argument, exists, functions_in, module_code, names_in
+from vllm_moe_tune_plugin.stack import Argument, exists, functions_in, installed, module_code, names_in
+from vllm_moe_tune_plugin.tunings.warmup_buckets import warm_up_overrides_buckets
 
 LAYERS = "vllm.model_executor.layers"
 EXPERTS = f"{LAYERS}.fused_moe.experts"
@@ -153,7 +155,7 @@ def _learn_from_configs(estimate: Estimate) -> Patch:
                     tokens = max(tokens, vllm_config.scheduler_config.max_num_batched_tokens)
             estimate.learn(tokens, getattr(config, "elastic_ep_max_dp_size", None) or config.dp_size)
 
-        return Notice(learn, note="learns the expected token count")
+        return Observe(lambda config, *_: learn(config), note="learns the expected token count")
 
     return Patch(f"{LAYERS}.fused_moe.config:FusedMoEConfig.__post_init__", decide, serves=True)
 
@@ -163,14 +165,19 @@ def without_flashinfer() -> Verdict:
     return unsupported("this FlashInfer has no such function" if exists("flashinfer") else "flashinfer-python is not installed")
 
 
-def _tune(kernel: str, estimate: Estimate, beyond_floor: bool) -> Patch:
+def _tune(kernel: str, estimate: Estimate, beyond_floor: bool, loses_buckets: bool) -> Patch:
     def decide(function: Any) -> Advice | Verdict:
         callers = calls(kernel)
         if not callers:
             return unsupported("nothing in this vLLM calls it")
+        fault = known_bad.find(kernel, installed("flashinfer-python"))
+        if fault is not None:
+            return unsupported(f"not widened: {fault.what} ({fault.source})")
         if beyond_floor:
             if all(_passes_estimate(kernel, names) for names in callers.values()):
                 return native("vLLM passes the estimate at every call")
+            if loses_buckets:
+                return unsupported("warm-up would not tune what this bound looks up: warmup_buckets is off")
         elif not any("max_capture_size" in names for names in callers.values()):
             return native(f"FlashInfer's {FLOOR} holds; more only with MOE_TUNE_CUTLASS_BUCKET=1 (memory, PR 53186)")
         argument = Argument(function, "tune_max_num_tokens")
@@ -228,9 +235,11 @@ def _limit_mxfp4(module: str, name: str) -> Patch:
 
 def patches(settings: Settings) -> Sequence[Patch]:
     estimate = Estimate()
+    # Where warm-up replaces the kernels' buckets, a higher bound alone makes large batches miss what they would have found.
+    loses_buckets = "warmup_buckets" in settings.disable and warm_up_overrides_buckets()
     return (
         _learn_from_configs(estimate),
-        *(_tune(kernel, estimate, kernel != CUTLASS or settings.cutlass_bucket) for kernel in KERNELS),
+        *(_tune(kernel, estimate, kernel != CUTLASS or settings.cutlass_bucket, loses_buckets) for kernel in KERNELS),
         _limit_nvfp4(),
         _limit_mxfp4("trtllm_mxfp4_moe", "TrtLlmMxfp4ExpertsModular._invoke_kernel"),
         _limit_mxfp4("trtllm_lora_moe", "TrtLlmMxfp4LoRAExperts.invoke_routed_moe"),
