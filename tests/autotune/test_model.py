@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from vllm_moe_tune_plugin import coverage, known_bad
-from vllm_moe_tune_plugin.advice import Around, Convert
 from vllm_moe_tune_plugin.coverage import Buckets, Serving
 from vllm_moe_tune_plugin.ledger import State
-from vllm_moe_tune_plugin.patching import Patch
+from vllm_moe_tune_plugin.patching import Around, Convert, Patch
 from vllm_moe_tune_plugin.settings import Settings
 from vllm_moe_tune_plugin.tunings import cache_identity, warmup_buckets
 
@@ -165,7 +164,7 @@ def test_around_lets_the_stock_call_be_and_fails_safe():
         left.append("left")
 
     def patched(enter):
-        patch = Patch("module:name", lambda function: Around(enter).advice)
+        patch = Patch("module:name", lambda function: Around(enter))
         patch.applied = True
         return patch, lambda stock: Around(enter).wrapper(patch)(stock, None, (3,), {})
 
@@ -187,7 +186,7 @@ def test_around_lets_the_stock_call_be_and_fails_safe():
 
 
 def test_a_converted_result_is_ours_and_a_failing_conversion_is_stock():
-    patch = Patch("module:name", lambda function: Convert(str).advice)
+    patch = Patch("module:name", lambda function: Convert(str))
     patch.applied = True
     assert Convert(lambda result: result + 1).wrapper(patch)(lambda: 1, None, (), {}) == 2
     assert Convert(lambda result: result + "").wrapper(patch)(lambda: 1, None, (), {}) == 1

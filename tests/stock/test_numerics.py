@@ -1,0 +1,99 @@
+"""vLLM's own Triton experts in Triton's interpreter, stock and tuned, against a dense float64 reference.
+
+16 experts, two for each token: up to 2 tokens go unsorted, up to 4 to the decode kernel. Outputs and workspaces are full of
+NaN before each run, weights, inputs and routings are new each time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs stock vLLM", allow_module_level=True)
+
+TOKENS = (1, 2, 3, 5)
+DTYPES = ("bf16", "fp16", "fp8")
+#: What one rounding of an intermediate result may cost in each type.
+ALLOWED = {"bf16": 1e-2, "fp16": 2e-3, "fp8": 8e-2}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each layer gave, with all tunings and without the decode kernel; one process for each."""
+    folder = tmp_path_factory.mktemp("numerics")
+    processes = {}
+    for arm, disable in (("all", ""), ("unfused", "decode_kernel")):
+        environ = {**os.environ, "MOE_TUNE_DISABLE": disable}
+        log = (folder / f"{arm}.log").open("w")
+        command = [sys.executable, "-W", "ignore", __file__, str(folder / arm)]
+        processes[arm] = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
+    for arm, process in processes.items():
+        assert process.wait(timeout=600) == 0, (folder / f"{arm}.log").read_text()[-4000:]
+    return {arm: json.loads((folder / arm).read_text()) for arm in processes}
+
+
+@pytest.mark.parametrize("arm", ["all", "unfused"])
+def test_tuned_is_as_near_to_the_reference_as_stock(rows: dict[str, list[dict[str, Any]]], arm: str) -> None:
+    assert [(row["dtype"], row["tokens"]) for row in rows[arm]] == [(dtype, tokens) for dtype in DTYPES for tokens in TOKENS]
+    for row in rows[arm]:
+        assert row["stock"] < ALLOWED[row["dtype"]], row
+        assert row["tuned"] <= max(1.1 * row["stock"], ALLOWED[row["dtype"]] / 2), row
+
+
+def test_the_decode_kernel_took_what_is_in_its_window(rows: dict[str, list[dict[str, Any]]]) -> None:
+    for row in rows["all"]:
+        assert ("decode_kernel" in row["acted"]) == (row["tokens"] <= 4 and row["dtype"] != "fp8"), row
+    assert not any("decode_kernel" in row["acted"] for row in rows["unfused"])
+
+
+def test_sorting_was_skipped_up_to_the_boundary(rows: dict[str, list[dict[str, Any]]]) -> None:
+    applied = {row["low_latency_assignment"] for row in rows["unfused"]}
+    assert applied <= {"applied", "native"}
+    for row in rows["unfused"]:
+        expected = row["low_latency_assignment"] == "applied" and row["tokens"] <= 2
+        assert ("low_latency_assignment" in row["acted"]) == expected, row
+
+
+def measure() -> list[dict[str, Any]]:
+    import torch
+
+    from vllm_moe_tune_plugin import status, unregister
+    from vllm_moe_tune_plugin.bench import layer as bench
+    from vllm_moe_tune_plugin.bench.experts import Layer, Weights, torch_dtype
+    from vllm_moe_tune_plugin.bench.shapes import Shape, draw_routing
+
+    machine = bench.start(interpret=True)
+    config = importlib.import_module("vllm.config")
+    shape = Shape("numerics", num_experts=16, top_k=2, intermediate=48, hidden=80)
+    found = []
+    with torch.inference_mode(), config.set_current_vllm_config(config.VllmConfig()):
+        for dtype in DTYPES:
+            layer = Layer(shape, dtype, Weights.random(shape, dtype, machine.device), 1, machine.device)
+            for tokens in TOKENS:
+                x = torch.randn(tokens, shape.hidden, dtype=torch_dtype(dtype))
+                ids, weights = (part[0] for part in draw_routing(shape, "uniform", 1, tokens, machine.device))
+                reference = layer.reference(x, weights, ids)
+                row: dict[str, Any] = {"dtype": dtype, "tokens": tokens}
+                for arm in (bench.STOCK, bench.TUNED):
+                    program = bench.Program(arm)
+                    machine.prepare(program, lambda: [layer(x, weights, ids)])  # noqa: B023  (used before they change)
+                    machine.run_poisoned(program)
+                    row[arm.name] = float((program.outputs[0].double() - reference).norm() / reference.norm())
+                states = {tuning["name"]: tuning for tuning in status()}
+                row["low_latency_assignment"] = states["low_latency_assignment"]["state"]
+                row["acted"] = [name for name, one in states.items() if sum(patch["tuned"] for patch in one["patches"])]
+                unregister()
+                found.append(row)
+    return found
+
+
+if __name__ == "__main__":
+    pathlib.Path(sys.argv[1]).write_text(json.dumps(measure()))
