@@ -81,7 +81,6 @@ def test_failed_run_ends_it_and_the_next_call_goes_on(bench: Callable[..., list[
     [
         ({"leaves": ""}, "the plugin was not active in a tuned run"),
         ({"leaves": "stock,tuned"}, "the plugin was active in a stock run"),
-        ({"tuned": 0}, "low_latency_assignment changed none of the calls that it saw"),
         ({"state": "failed"}, r"a tuning failed in a tuned run: low_latency_assignment \(because\)"),
     ],
 )
@@ -93,6 +92,12 @@ def test_run_that_is_not_what_it_should_be(bench: Callable[..., list[str]], beha
 def test_native_stack_has_nothing_to_tune(bench: Callable[..., list[str]], tmp_path: Path) -> None:
     bench(pairs=1, tuned=0, state="native")
     assert rows(tmp_path)[1]["plugin"]["verdict"] == "nothing to tune"
+
+
+def test_a_tuning_whose_conditions_were_never_met_is_told(bench: Callable[..., list[str]], tmp_path: Path) -> None:
+    bench(pairs=1, tuned=0)
+    expected = "active, but low_latency_assignment changed none of the calls that it saw"
+    assert rows(tmp_path)[1]["plugin"]["verdict"] == expected
 
 
 def test_tokens_that_part(bench: Callable[..., list[str]], tmp_path: Path) -> None:

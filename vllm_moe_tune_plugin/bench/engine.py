@@ -420,7 +420,7 @@ def _plugin(status: pathlib.Path, arm: str) -> dict[str, Any]:
     idle = [tuning for tuning in tunings if tuning["state"] == "applied" and any(map(_saw_calls, tuning["patches"]))]
     if idle:
         names = ", ".join(dict.fromkeys(tuning["name"] for tuning in idle))
-        raise BenchError(f"{names} changed none of the calls that it saw in a tuned run; see vllm-moe-tune doctor -v")
+        return {"verdict": f"active, but {names} changed none of the calls that it saw", "processes": processes}
     # Native, unsupported or disabled, or applied to what this model does not call.
     return {"verdict": "nothing to tune", "processes": processes}
 

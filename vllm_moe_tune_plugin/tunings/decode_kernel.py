@@ -175,7 +175,20 @@ def _why_tensors(call: Call) -> str:
     scratch = call.workspace2
     if not scratch.is_floating_point() or not scratch.is_contiguous() or scratch.numel() < call.scratch:
         return "no room for the activated rows"
+    if _overlap(call.output, scratch.view(-1)[: call.scratch]):
+        return "the activated rows would lie in the output"
     return ""
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share memory, by the first and last byte of each."""
+
+    def span(tensor: torch.Tensor) -> tuple[int, int]:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+    (first, end), (begin, last) = span(one), span(other)
+    return first < last and begin < end
 
 
 def _host_resident(module: Any) -> Callable[[torch.Tensor, torch.Tensor], bool]:

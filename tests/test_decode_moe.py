@@ -1,0 +1,335 @@
+"""The decode kernels in Triton's interpreter against a dense float64 reference, and when they are used."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_moe_tune_plugin import no_gpu
+from vllm_moe_tune_plugin.tunings import decode_kernel
+from vllm_moe_tune_plugin.tunings.decode_kernel import ACTIVATIONS, MOST_MEASURED, Call, why_stock, window
+
+KERNELS = "vllm_moe_tune_plugin.kernels.decode_moe"
+ALPHA, LIMIT = 1.702, 7.0
+#: One rounding of the activated row, and one of the result.
+ALLOWED = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Any:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TRITON_INTERPRET", "1")
+        patched.delitem(sys.modules, KERNELS, raising=False)
+        module = importlib.import_module(KERNELS)
+        no_gpu.repair_interpreter()
+        yield module
+        sys.modules.pop(KERNELS, None)
+
+
+def activate(name: str, rows: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    if name == "relu2_no_mul":
+        return F.relu(rows) ** 2
+    gate, up = (rows[::2], rows[1::2]) if interleaved else rows.chunk(2)
+    if name == "swigluoai":
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        return gate * torch.sigmoid(ALPHA * gate) * (up + 1)
+    return {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}[name](gate) * up
+
+
+def reference(problem: SimpleNamespace) -> torch.Tensor:
+    out = torch.zeros(problem.x.shape[0], problem.w2.shape[1], dtype=torch.float64)
+    for token, row in enumerate(problem.ids.tolist()):
+        for slot, expert in enumerate(row):
+            local = expert if expert < 0 or problem.expert_map is None else int(problem.expert_map[expert])
+            if local < 0:
+                continue
+            hidden = problem.w1[local].double() @ problem.x[token].double()
+            if problem.b1 is not None:
+                hidden = hidden + problem.b1[local].double()
+            result = problem.w2[local].double() @ activate(problem.activation, hidden, problem.interleaved)
+            if problem.b2 is not None:
+                result = result + problem.b2[local].double()
+            out[token] += float(problem.weights[token, slot]) * result
+    return out
+
+
+def draw(
+    tokens: int,
+    hidden: int,
+    inner: int,
+    activation: str = "silu",
+    dtype: torch.dtype = torch.float32,
+    experts: int = 6,
+    top_k: int = 2,
+    gap: int = 0,
+    biased: bool = False,
+    mapped: bool = False,
+    absent: float = 0.0,
+) -> SimpleNamespace:
+    """A random problem. ``gap``: elements between the rows of the weights; ``absent``: how many ids are -1."""
+    rows = inner * (1 if activation == "relu2_no_mul" else 2)
+
+    def matrix(height: int, width: int) -> torch.Tensor:
+        whole = torch.full((experts, height, width + gap), float("nan"))
+        whole[..., :width] = torch.randn(experts, height, width) * width**-0.5
+        return whole.to(dtype)[..., :width]
+
+    expert_map, known = None, experts
+    if mapped:
+        known = 2 * experts
+        expert_map = torch.full((known,), -1, dtype=torch.int32)
+        expert_map[torch.randperm(known)[:experts]] = torch.arange(experts, dtype=torch.int32)
+    ids = torch.stack([torch.randperm(known)[:top_k] for _ in range(tokens)]) if tokens else torch.zeros(0, top_k)
+    ids = torch.where(torch.rand(tokens, top_k) < absent, -1, ids)
+    return SimpleNamespace(
+        x=torch.randn(tokens, hidden).to(dtype),
+        w1=matrix(rows, hidden),
+        w2=matrix(hidden, inner),
+        b1=torch.randn(experts, rows).to(dtype) if biased else None,
+        b2=torch.randn(experts, hidden).to(dtype) if biased else None,
+        ids=ids.to(random.choice([torch.int32, torch.int64])),
+        weights=torch.rand(tokens, top_k),
+        expert_map=expert_map,
+        activation=activation,
+        interleaved=ACTIVATIONS[activation][1],
+    )
+
+
+def run(kernels: Any, problem: SimpleNamespace, tiles: Any = None) -> torch.Tensor:
+    tokens, hidden = problem.x.shape[0], problem.w2.shape[1]
+    out = torch.full((tokens, hidden), float("nan"), dtype=problem.x.dtype)
+    scratch = torch.full((problem.ids.numel() * problem.w2.shape[2],), float("nan"), dtype=problem.x.dtype)
+    kernels.decode_moe(
+        out,
+        problem.x,
+        problem.w1,
+        problem.w2,
+        problem.weights,
+        problem.ids,
+        scratch,
+        activation=problem.activation,
+        expert_map=problem.expert_map,
+        w1_bias=problem.b1,
+        w2_bias=problem.b2,
+        interleaved=problem.interleaved,
+        alpha=ALPHA,
+        limit=LIMIT,
+        tiles=tiles,
+    )
+    return out
+
+
+def check(kernels: Any, problem: SimpleNamespace, tiles: Any = None) -> None:
+    expected = reference(problem)
+    error = (run(kernels, problem, tiles).double() - expected).norm()
+    assert error <= ALLOWED[problem.x.dtype] * max(float(expected.norm()), 1e-3)
+
+
+@pytest.mark.parametrize("tokens", range(10))
+def test_tokens(kernels: Any, tokens: int) -> None:
+    check(kernels, draw(tokens, hidden=48, inner=32))
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(1, 1), (31, 17), (65, 33), (130, 70), (600, 40), (40, 300), (1100, 31)])
+def test_sizes_that_are_no_multiples_of_a_tile(kernels: Any, hidden: int, inner: int) -> None:
+    check(kernels, draw(2, hidden, inner))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_activations(kernels: Any, activation: str, biased: bool) -> None:
+    check(kernels, draw(2, 40, 24, activation, biased=biased))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_types(kernels: Any, dtype: torch.dtype) -> None:
+    check(kernels, draw(3, 96, 64, dtype=dtype))
+
+
+def test_rows_with_gaps(kernels: Any) -> None:
+    check(kernels, draw(3, 40, 24, gap=8))
+
+
+@pytest.mark.parametrize("absent", [0.5, 1.0])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_ids_without_a_local_expert_add_nothing(kernels: Any, mapped: bool, absent: float) -> None:
+    check(kernels, draw(4, 40, 24, mapped=mapped, absent=absent, biased=True))
+
+
+def test_an_expert_map_alone(kernels: Any) -> None:
+    check(kernels, draw(5, 40, 24, mapped=True))
+
+
+def test_many_experts_for_one_token(kernels: Any) -> None:
+    check(kernels, draw(1, 32, 520, experts=12, top_k=10))
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3, 4])
+def test_tiles_loaded_ahead_change_nothing(kernels: Any, ahead: int) -> None:
+    problem = draw(2, 40, 48, absent=0.3)
+    tiles = kernels.Tiles(2, 16, 1, 2, 32, 1, ahead)
+    check(kernels, problem, tiles)
+    assert torch.equal(run(kernels, problem, tiles), run(kernels, problem, tiles))
+
+
+@given(st.integers(1, 16384), st.integers(1, 16384), st.integers(1, 16), st.sampled_from([1, 2, 4]))
+def test_tiles_by_formula_fit(hidden: int, inner: int, top_k: int, weight_bytes: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TRITON_INTERPRET", "1")
+        from vllm_moe_tune_plugin.kernels.decode_moe import choose_tiles
+
+        tiles = choose_tiles(hidden, inner, top_k, weight_bytes)
+    for columns, warps in ((tiles.up_columns, tiles.up_warps), (tiles.down_columns, tiles.down_warps)):
+        assert columns & (columns - 1) == 0
+        assert warps in (1, 2, 4, 8)
+    parts = -(-inner // tiles.down_columns)
+    assert top_k * parts <= max(64, top_k)
+    assert 1 <= tiles.down_ahead <= top_k * parts
+
+
+# --- when
+
+
+@given(st.integers(1, 1024), st.integers(1, 32), st.integers(1, 1 << 30))
+def test_window(experts: int, top_k: int, expert_bytes: int) -> None:
+    tokens = window(experts, top_k, expert_bytes)
+    assert 0 <= tokens <= MOST_MEASURED
+    assert tokens * top_k * 2 <= experts
+    assert window(experts, top_k, expert_bytes + 1) <= tokens <= window(2 * experts, top_k, expert_bytes)
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "inner", "hidden", "tokens"),
+    [
+        (128, 8, 768, 2048, 8),
+        (512, 10, 512, 2048, 8),
+        (256, 8, 256, 7168, 8),
+        (128, 4, 2880, 2880, 8),
+        (32, 4, 2880, 2880, 2),
+        (8, 2, 14336, 4096, 1),
+        (128, 8, 1408, 4096, 4),
+    ],
+    ids=["qwen3-30b", "qwen3-next", "deepseek-v3-tp8", "gpt-oss-120b", "gpt-oss-20b", "mixtral", "glm-4.5-air"],
+)
+def test_window_of_known_shapes(experts: int, top_k: int, inner: int, hidden: int, tokens: int) -> None:
+    """As measured: at each of these it won, at twice as many it lost or was not measured."""
+    assert window(experts, top_k, 3 * inner * hidden * 2) == tokens
+
+
+class Experts:
+    """An object as ``TritonExperts`` is where all conditions are met."""
+
+    def __init__(self) -> None:
+        self.quant_config = SimpleNamespace(
+            quant_dtype=None,
+            use_int8_w8a16=False,
+            use_int4_w4a16=False,
+            w1_scale=None,
+            w2_scale=None,
+            w1_bias=None,
+            w2_bias=None,
+            gemm1_clamp_limit=None,
+        )
+        self.moe_config = SimpleNamespace(swiglu_limit=None)
+
+
+class OtherExperts(Experts):
+    pass
+
+
+def call(**changes: Any) -> Call:
+    problem = draw(2, hidden=32, inner=16, dtype=torch.bfloat16)
+    arguments = {
+        "output": torch.empty(2, 32, dtype=torch.bfloat16),
+        "hidden_states": problem.x,
+        "w1": problem.w1,
+        "w2": problem.w2,
+        "topk_weights": problem.weights,
+        "topk_ids": problem.ids,
+        "activation": "silu",
+        "expert_map": None,
+        "a1q_scale": None,
+        "a2_scale": None,
+        "workspace2": torch.empty(2, 2, 64, dtype=torch.bfloat16),
+        "apply_router_weight_on_input": False,
+    }
+    return Call(**{**arguments, **changes})
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_kernel, "runs_triton", lambda tensor: True)
+
+
+def changed(name: str, value: Any, of: str = "") -> Experts:
+    experts = Experts()
+    setattr(getattr(experts, of) if of else experts, name, value)
+    return experts
+
+
+def test_all_conditions_met(on_gpu: None) -> None:
+    assert why_stock(Experts(), call(), Experts) == ""
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        OtherExperts(),
+        changed("activation", print),
+        changed("moe_sum", print),
+        changed("_lora_context", object()),
+        changed("_uses_post_gemm2_hook", lambda tokens: True),
+        changed("quantization_emulation", True),
+        changed("quant_dtype", torch.float8_e4m3fn, "quant_config"),
+        changed("use_int4_w4a16", True, "quant_config"),
+        changed("w1_scale", torch.ones(1), "quant_config"),
+        changed("gemm1_clamp_limit", 7.0, "quant_config"),
+        changed("swiglu_limit", 7.0, "moe_config"),
+        changed("w1_bias", torch.zeros(6, 64)[:, ::2], "quant_config"),
+    ],
+)
+def test_experts_of_another_kind_stay_stock(on_gpu: None, experts: Experts) -> None:
+    assert why_stock(experts, call(), Experts)
+
+
+SHARED = torch.zeros(192, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"apply_router_weight_on_input": True},
+        {"expert_map": torch.arange(6)},
+        {"activation": "swiglustep"},
+        {"activation": SimpleNamespace(value="situ")},
+        {"a1q_scale": torch.ones(1)},
+        {"w1": torch.zeros(6, 32, 32)},
+        {"w1": torch.zeros(6, 16, 32, dtype=torch.bfloat16)},
+        {"w1": torch.zeros(6, 32, 36, dtype=torch.bfloat16)[..., :32]},
+        {"w2": torch.zeros(6, 16, 32, dtype=torch.bfloat16).transpose(1, 2)},
+        {"hidden_states": torch.zeros(2, 32)},
+        {"topk_ids": torch.zeros(2, 4, dtype=torch.int32)[:, ::2]},
+        {"topk_weights": torch.zeros(2, 2, dtype=torch.int32)},
+        {"output": torch.zeros(32, 2, dtype=torch.bfloat16).t()},
+        {"workspace2": torch.zeros(63, dtype=torch.bfloat16)},
+        {"workspace2": torch.zeros(64, dtype=torch.uint8)},
+        {"output": SHARED[:64].view(2, 32), "workspace2": SHARED[32:]},
+    ],
+    ids=lambda changes: ",".join(changes),
+)
+def test_calls_of_another_kind_stay_stock(on_gpu: None, changes: dict[str, Any]) -> None:
+    assert why_stock(Experts(), call(**changes), Experts)
+
+
+def test_the_cpu_stays_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_kernel, "runs_triton", lambda tensor: False)
+    assert why_stock(Experts(), call(), Experts) == "not on a GPU"
