@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import random
 import sys
+import types
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_moe_tune_plugin import no_gpu
+from vllm_moe_tune_plugin.patching import Patch
 from vllm_moe_tune_plugin.tunings import decode_kernel
 from vllm_moe_tune_plugin.tunings.decode_kernel import ACTIVATIONS, MOST_MEASURED, Call, why_stock, window
 
@@ -328,6 +331,24 @@ SHARED = torch.zeros(192, dtype=torch.bfloat16)
 )
 def test_calls_of_another_kind_stay_stock(on_gpu: None, changes: dict[str, Any]) -> None:
     assert why_stock(Experts(), call(**changes), Experts)
+
+
+@pytest.mark.parametrize(("value", "state"), [("1", "unsupported"), ("0", "applied"), (None, "applied")])
+def test_batch_invariance_keeps_it_off(monkeypatch: pytest.MonkeyPatch, value: str | None, state: str) -> None:
+    def apply(self: Any, **arguments: Any) -> None: ...
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("self", *decode_kernel._PARAMETERS)]
+    apply.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    module = types.ModuleType("module")
+    module.TritonExperts = type("TritonExperts", (), {"apply": apply})
+    monkeypatch.setitem(sys.modules, "module", module)
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    patch = Patch("module:TritonExperts.apply", decode_kernel._decide("module:TritonExperts.apply", None))
+    patch.attempt()
+    assert patch.state == state
+    assert patch.undo()
 
 
 def test_the_cpu_stays_stock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ Delete when: vLLM has a fused path for few tokens that is as fast.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -201,6 +202,8 @@ def _decide(target: str, decode_tokens: int | None) -> Callable[[Any], Advice | 
     def decide(function: Any) -> Advice | Verdict:
         if torch.version.hip is not None:
             return unsupported("written for NVIDIA GPUs")
+        if os.environ.get("VLLM_BATCH_INVARIANT", "0").strip() not in ("", "0"):
+            return unsupported("VLLM_BATCH_INVARIANT asks for results that do not depend on the batch size")
         module = sys.modules[target.partition(":")[0]]
         stock_class, host_resident = module.TritonExperts, _host_resident(module)
         arguments = [Argument(function, name) for name in _PARAMETERS]
