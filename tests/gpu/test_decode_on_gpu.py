@@ -1,0 +1,68 @@
+"""The decode kernels compiled for the GPU, with programmatic dependent launch where it has it, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_decode_moe import ALPHA, LIMIT, draw, reference
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+PDL = torch.cuda.get_device_capability() >= (9, 0)
+SHAPES = {"qwen3-30b-a3b": (2048, 768, 8), "odd": (2880, 1440, 4), "narrow": (96, 40, 2)}
+
+
+def run(problem: Any) -> torch.Tensor:
+    from vllm_moe_tune_plugin.kernels.decode_moe import decode_moe
+
+    def gpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.cuda()
+
+    tokens, hidden, inner = problem.x.shape[0], problem.w2.shape[1], problem.w2.shape[2]
+    out = torch.full((tokens, hidden), float("nan"), dtype=problem.x.dtype, device="cuda")
+    scratch = torch.full((problem.ids.numel() * inner,), float("nan"), dtype=problem.x.dtype, device="cuda")
+    decode_moe(
+        out,
+        problem.x.cuda(),
+        problem.w1.cuda(),
+        problem.w2.cuda(),
+        problem.weights.cuda(),
+        problem.ids.cuda(),
+        scratch,
+        activation=problem.activation,
+        expert_map=gpu(problem.expert_map),
+        w1_bias=gpu(problem.b1),
+        w2_bias=gpu(problem.b2),
+        interleaved=problem.interleaved,
+        alpha=ALPHA,
+        limit=LIMIT,
+        pdl=PDL,
+    )
+    return out.cpu()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_against_float64(dtype: torch.dtype, shape: str, tokens: int) -> None:
+    hidden, inner, top_k = SHAPES[shape]
+    problem = draw(tokens, hidden, inner, dtype=dtype, experts=16, top_k=top_k, absent=0.1, mapped=tokens == 3)
+    expected = reference(problem)
+    error = float((run(problem).double() - expected).norm() / expected.norm())
+    assert error < (5e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "swigluoai", "relu2_no_mul"])
+def test_activations(activation: str) -> None:
+    problem = draw(4, 512, 256, activation, dtype=torch.bfloat16, biased=True)
+    expected = reference(problem)
+    assert float((run(problem).double() - expected).norm() / expected.norm()) < 5e-3
+
+
+def test_the_same_bits_every_time() -> None:
+    problem = draw(8, 2048, 768, dtype=torch.bfloat16, experts=16, top_k=8)
+    first = run(problem)
+    assert all(torch.equal(first, run(problem)) for _ in range(20))
