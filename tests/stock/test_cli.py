@@ -1,0 +1,69 @@
+"""The commands as a user calls them, beside stock vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from vllm_moe_tune_plugin.tunings import NAMES
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs stock vLLM", allow_module_level=True)
+
+
+def command(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MOE_TUNE_", "VLLM_PLUGINS"))}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "vllm_moe_tune_plugin", *words],
+        env={**environ, **settings, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_doctor_shows_every_patch() -> None:
+    result = command("doctor", "-v")
+    assert result.returncode == 0, result.stderr
+    assert "vLLM loads the plugin: yes" in result.stdout
+    for name in NAMES:
+        assert re.search(rf"^{name}: (applied|native|unsupported)", result.stdout, re.MULTILINE), name
+    assert "fused_moe:fused_experts_impl: native" in result.stdout
+    assert "PR 53186" in result.stdout
+
+
+def test_doctor_as_json_without_some_tunings() -> None:
+    result = command("doctor", "--json", MOE_TUNE_DISABLE="int32_ids, nonsense", MOE_TUNE_LOGG="debug")
+    assert result.returncode == 0, result.stderr
+    look = json.loads(result.stdout)
+    assert {"vllm", "flashinfer-python", "torch", "triton", "gpu", "loaded"} <= look["stack"].keys()
+    assert look["settings"]["disable"] == ["int32_ids"]
+    unknown_setting, unknown_name = look["settings"]["complaints"]
+    assert "MOE_TUNE_LOGG" in unknown_setting
+    assert "'nonsense'" in unknown_name
+    assert "low_latency_assignment" in unknown_name
+    tunings = {tuning["name"]: tuning for tuning in look["tunings"]}
+    assert tunings["int32_ids"]["state"] == "disabled"
+    assert tunings["decode_kernel"]["state"] == "applied"
+    assert {"target", "state", "reason"} <= tunings["decode_kernel"]["patches"][0].keys()
+
+
+def test_doctor_tells_that_vllm_will_not_load_it() -> None:
+    look = json.loads(command("doctor", "--json", VLLM_PLUGINS="another").stdout)
+    assert look["stack"]["loaded"] is False
+    assert "VLLM_PLUGINS is 'another'" in look["stack"]["not_loaded_because"]
+    assert {tuning["state"] for tuning in look["tunings"]} == {"disabled"}
+
+
+def test_selftest_passes() -> None:
+    result = command("selftest")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"^([1-9]\d+) passed, 0 failed$", result.stdout, re.MULTILINE)
+    assert "decode_kernel" in result.stdout
