@@ -27,8 +27,9 @@ from typing import Any
 
 from vllm_moe_tune_plugin import known_bad, no_gpu
 from vllm_moe_tune_plugin.stack import Argument, exists, installed
+from vllm_moe_tune_plugin.tactics import CUTLASS, FLOOR, WARM_UP, tunes_powers_of_two_only, warm_up_overrides_buckets
 from vllm_moe_tune_plugin.tunings import autotune_bucket, warmup_buckets
-from vllm_moe_tune_plugin.tunings.autotune_bucket import CUTLASS, FLOOR, KERNELS
+from vllm_moe_tune_plugin.tunings.autotune_bucket import KERNELS
 
 QUANTIZATIONS = ("bf16", "fp8_block", "fp8_tensor", "nvfp4", "mxfp4", "mxint4")
 
@@ -290,11 +291,11 @@ def warm_up_buckets(serving: Serving) -> tuple[int, ...] | None:
 
     vLLM's own code is run on a model without layers, and FlashInfer's tuner is asked what is in force when the model would run.
     """
-    if not warmup_buckets.warm_up_overrides_buckets():
+    if not warm_up_overrides_buckets():
         return None
     import torch
 
-    warm_up = importlib.import_module(warmup_buckets.WARM_UP)
+    warm_up = importlib.import_module(WARM_UP)
     tuner = importlib.import_module("flashinfer.autotuner").AutoTuner.get()
     seen: list[tuple[int, ...]] = []
     model = torch.nn.Module()
@@ -475,10 +476,10 @@ def look(serving: Serving) -> Coverage:
     vllm, flashinfer = installed("vllm"), installed("flashinfer-python")
     if vllm is None or flashinfer is None:
         raise CoverageError("vLLM and flashinfer-python must be installed")
-    utils = importlib.import_module("flashinfer.fused_moe.utils")
+    importlib.import_module("flashinfer.fused_moe.utils")
     facts = _Facts(
         context=warm_up_buckets(serving),
-        powers_of_two=not hasattr(utils, "get_hybrid_num_tokens_buckets"),
+        powers_of_two=tunes_powers_of_two_only(),
         exact_only=not maps_all_tensors(),
     )
     kernels = [

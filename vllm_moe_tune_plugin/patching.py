@@ -351,10 +351,10 @@ class Patch:
             return
         try:
             gone = [name for name in self.modules if not exists(name)]
-            if self.module in gone:
-                self.settle(self.missing())
-            elif "flashinfer" in gone:
+            if any(name.partition(".")[0] == "flashinfer" for name in gone) and not exists("flashinfer"):
                 self.settle(unsupported("flashinfer-python is not installed"))
+            elif self.module in gone:
+                self.settle(self.missing())
             elif gone:
                 self.settle(unsupported(f"there is no module {gone[0]}"))
         except Exception as error:

@@ -68,7 +68,7 @@ class Session:
         self._debug(f"moe-tune {self.version} is loaded in process {os.getpid()}")
         for patch in self.all_patches():
             if patch.state is not State.PENDING:
-                self._debug(f"moe-tune: {patch.target} is {patch.state} {patch.reason}".rstrip())
+                self._debug_patch(patch)
 
     def stop(self) -> bool:
         _watch.stop()
@@ -86,7 +86,10 @@ class Session:
         for patch in self.all_patches():
             if module in patch.modules and patch.state is State.PENDING:
                 patch.attempt()
-                self._debug(f"moe-tune: {patch.target} is {patch.state} {patch.reason}".rstrip())
+                self._debug_patch(patch)
+
+    def _debug_patch(self, patch: Patch) -> None:
+        self._debug(f"moe-tune: {patch.target} is {patch.state} {patch.reason}".rstrip())
 
     def _debug(self, line: str) -> None:
         # At INFO, because vLLM's handlers drop what is below their own level.

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_moe_tune_plugin import plugin, register, status, unregister
+from vllm_moe_tune_plugin import plugin, register, status, tactics, unregister
 from vllm_moe_tune_plugin.ledger import State
 from vllm_moe_tune_plugin.stack import exists
 
@@ -167,12 +167,12 @@ def _flashinfer() -> Iterator[Check]:
 
 def _buckets(fused_moe: Any, calls: list[Any], states: dict[str, State], autotune_bucket: Any) -> Iterator[Check]:
     config = _learn_a_config()
-    powers_of_two = not hasattr(sys.modules["flashinfer.fused_moe.utils"], "get_hybrid_num_tokens_buckets")
+    powers_of_two = tactics.tunes_powers_of_two_only()
     for kernel in autotune_bucket.KERNELS:
         if states.get(f"flashinfer.fused_moe:{kernel}") is not State.APPLIED:
             continue
         function = getattr(fused_moe, kernel)
-        estimate = config if kernel != autotune_bucket.CUTLASS else autotune_bucket.FLOOR
+        estimate = config if kernel != tactics.CUTLASS else tactics.FLOOR
         expected = autotune_bucket.bucket(None, estimate, None, powers_of_two)
         seen = {}
         for name, call in (("stock", inspect.unwrap(function)), ("tuned", function)):

@@ -1,23 +1,30 @@
-"""``AutoTuner.choose_one``: where FlashInfer picks a tactic for each call, and what this package does around it.
+"""FlashInfer's autotuner: what it and vLLM's warm-up are asked, and the count of calls that find no tactic.
 
-Every MoE kernel of every FlashInfer release asks it, while tuning and while serving. Its arguments are the same in all of
-them: ``(custom_op, runners, tuning_config, inputs)``.
+``AutoTuner.choose_one`` is where FlashInfer picks a tactic for each call. Every MoE kernel of every release asks it, while
+tuning and while serving, with the same arguments: ``(custom_op, runners, tuning_config, inputs)``.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_moe_tune_plugin.patching import Advice, Args, Kwargs, Observe, Patch, Verdict, unsupported
-from vllm_moe_tune_plugin.stack import Argument, exists
+from vllm_moe_tune_plugin.stack import Argument, module_code, names_in
 
 logger = logging.getLogger("vllm.moe_tune")
 
 CHOOSE_ONE = "flashinfer.autotuner:AutoTuner.choose_one"
+WARM_UP = "vllm.model_executor.warmup.kernel_warmup"
+
+CUTLASS = "cutlass_fused_moe"
+
+#: FlashInfer's own default of ``tune_max_num_tokens``, and the least that is worth tuning for.
+FLOOR = 8192
 
 
 def is_moe(custom_op: str) -> bool:
@@ -25,8 +32,28 @@ def is_moe(custom_op: str) -> bool:
     return "moe" in custom_op.lower()
 
 
-def without_flashinfer() -> Verdict:
-    return unsupported("this FlashInfer has no autotuner" if exists("flashinfer") else "flashinfer-python is not installed")
+def without_autotuner() -> Verdict:
+    return unsupported("this FlashInfer has no autotuner")
+
+
+def without_kernel() -> Verdict:
+    return unsupported("this FlashInfer has no such function")
+
+
+def warm_up_overrides_buckets() -> bool:
+    """Whether the installed vLLM's warm-up replaces the kernels' own buckets."""
+    code = module_code(WARM_UP)
+    return code is not None and "tuning_buckets" in names_in(code)
+
+
+def tunes_powers_of_two_only() -> bool:
+    """Whether the imported FlashInfer has no other buckets (before its PR 3115, 0.6.10)."""
+    return not hasattr(sys.modules["flashinfer.fused_moe.utils"], "get_hybrid_num_tokens_buckets")
+
+
+def data_parallel_size(config: Any) -> int:
+    """The ranks whose tokens an MoE layer of a ``FusedMoEConfig`` may see, elastic expert parallelism at its largest."""
+    return int(getattr(config, "elastic_ep_max_dp_size", None) or config.dp_size)
 
 
 # -------------------------------------------------------------------------------------------- calls without a tactic
@@ -55,7 +82,7 @@ class UntunedCalls:
 
     def patch(self) -> Patch:
         """The patch that does the counting."""
-        return Patch(CHOOSE_ONE, self._decide, missing=without_flashinfer, serves=True)
+        return Patch(CHOOSE_ONE, self._decide, missing=without_autotuner, serves=True)
 
     def as_json(self) -> list[dict[str, Any]]:
         return [vars(untuned).copy() for untuned in self.by_kernel.values()]

@@ -45,16 +45,19 @@ from vllm_moe_tune_plugin.patching import (
     unsupported,
 )
 from vllm_moe_tune_plugin.settings import Settings
-from vllm_moe_tune_plugin.stack import Argument, exists, functions_in, installed, module_code, names_in
-from vllm_moe_tune_plugin.tunings.warmup_buckets import warm_up_overrides_buckets
+from vllm_moe_tune_plugin.stack import Argument, functions_in, installed, module_code, names_in
+from vllm_moe_tune_plugin.tactics import (
+    CUTLASS,
+    FLOOR,
+    data_parallel_size,
+    tunes_powers_of_two_only,
+    warm_up_overrides_buckets,
+    without_kernel,
+)
 
 LAYERS = "vllm.model_executor.layers"
 EXPERTS = f"{LAYERS}.fused_moe.experts"
 
-#: FlashInfer's own default, and the least that is worth tuning for.
-FLOOR = 8192
-
-CUTLASS = "cutlass_fused_moe"
 ROUTED_FP4 = "trtllm_fp4_block_scale_routed_moe"
 
 #: FlashInfer's MoE kernels that take ``tune_max_num_tokens``.
@@ -153,16 +156,11 @@ def _learn_from_configs(estimate: Estimate) -> Patch:
                 vllm_config = get_current_vllm_config_or_none()
                 if vllm_config is not None:
                     tokens = max(tokens, vllm_config.scheduler_config.max_num_batched_tokens)
-            estimate.learn(tokens, getattr(config, "elastic_ep_max_dp_size", None) or config.dp_size)
+            estimate.learn(tokens, data_parallel_size(config))
 
         return Observe(lambda config, *_: learn(config), note="learns the expected token count")
 
     return Patch(f"{LAYERS}.fused_moe.config:FusedMoEConfig.__post_init__", decide, serves=True)
-
-
-def without_flashinfer() -> Verdict:
-    """What it means that a FlashInfer function is missing."""
-    return unsupported("this FlashInfer has no such function" if exists("flashinfer") else "flashinfer-python is not installed")
 
 
 def _tune(kernel: str, estimate: Estimate, beyond_floor: bool, loses_buckets: bool) -> Patch:
@@ -181,8 +179,7 @@ def _tune(kernel: str, estimate: Estimate, beyond_floor: bool, loses_buckets: bo
         elif not any("max_capture_size" in names for names in callers.values()):
             return native(f"FlashInfer's {FLOOR} holds; more only with MOE_TUNE_CUTLASS_BUCKET=1 (memory, PR 53186)")
         argument = Argument(function, "tune_max_num_tokens")
-        # The module that brought other buckets than powers of two (FlashInfer PR 3115) has this function.
-        powers_of_two = not hasattr(sys.modules["flashinfer.fused_moe.utils"], "get_hybrid_num_tokens_buckets")
+        powers_of_two = tunes_powers_of_two_only()
 
         def inject(_: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
             expected = estimate.tokens if beyond_floor else FLOOR
@@ -200,7 +197,7 @@ def _tune(kernel: str, estimate: Estimate, beyond_floor: bool, loses_buckets: bo
         also=(f"flashinfer:{kernel}",),
         # The package re-exports the function, so that it must have been imported to its end.
         needs=("flashinfer", "flashinfer.fused_moe.utils"),
-        missing=without_flashinfer,
+        missing=without_kernel,
     )
 
 

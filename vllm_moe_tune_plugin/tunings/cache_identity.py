@@ -27,8 +27,8 @@ from typing import Any
 from vllm_moe_tune_plugin.patching import Advice, Convert, Patch, Verdict, native, unsupported
 from vllm_moe_tune_plugin.settings import Settings
 from vllm_moe_tune_plugin.stack import first_existing
+from vllm_moe_tune_plugin.tactics import WARM_UP
 
-WARM_UP = "vllm.model_executor.warmup.kernel_warmup"
 CACHE = "vllm.model_executor.warmup.flashinfer_autotune_cache"
 
 #: The tunings that change which profiles are tuned, or under which keys.

@@ -15,6 +15,7 @@ Delete when: vLLM has a fused path for few tokens that is as fast.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -217,7 +218,7 @@ def _decide(target: str, decode_tokens: int | None) -> Callable[[Any], Advice | 
             call = Call(*(argument.get(args, kwargs) for argument in arguments))
             if why_stock(experts, call, stock_class) or host_resident(call.w1, call.w2):
                 return STOCK
-            expert_bytes = (call.w1[0].numel() + call.w2[0].numel()) * call.w1.element_size()
+            expert_bytes = (call.w1.numel() + call.w2.numel()) // call.w1.size(0) * call.w1.element_size()
             if decode_tokens is None and not (
                 _is_measured(call.w1.device) and tokens <= window(call.w1.size(0), top_k, expert_bytes)
             ):
@@ -230,9 +231,15 @@ def _decide(target: str, decode_tokens: int | None) -> Callable[[Any], Advice | 
     return decide
 
 
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    major, minor = torch.cuda.get_device_capability(device)
+    return major, minor
+
+
 def _is_measured(device: torch.device) -> bool:
     """Whether the window holds for a device; on the CPU, Triton's interpreter has no speed to lose."""
-    return device.type == "cpu" or bool(torch.cuda.get_device_capability(device) == MEASURED_ON)
+    return device.type == "cpu" or _capability(device) == MEASURED_ON
 
 
 def _run(experts: Any, call: Call) -> None:
@@ -255,7 +262,7 @@ def _run(experts: Any, call: Call) -> None:
         interleaved=interleaved,
         alpha=SWIGLUOAI_ALPHA,
         limit=SWIGLUOAI_LIMIT,
-        pdl=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0),
+        pdl=device.type == "cuda" and _capability(device) >= (9, 0),
     )
 
 

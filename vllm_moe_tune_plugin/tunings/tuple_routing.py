@@ -126,9 +126,11 @@ def _with_one_launch(pack: Callable[..., Any], kernel: str) -> Advice:
 
 def runs_triton(tensor: torch.Tensor) -> bool:
     """Whether a Triton kernel can run on a tensor: on a GPU, or anywhere in Triton's interpreter."""
+    if tensor.is_cuda:
+        return True
     from triton import knobs
 
-    return tensor.is_cuda or bool(knobs.runtime.interpret)
+    return bool(knobs.runtime.interpret)
 
 
 def _decide(kernel: str) -> Callable[[Any], Advice | Verdict]:

@@ -43,20 +43,17 @@ from vllm_moe_tune_plugin.patching import (
     unsupported,
 )
 from vllm_moe_tune_plugin.settings import Settings
-from vllm_moe_tune_plugin.stack import Argument, exists, installed, module_code, names_in
-from vllm_moe_tune_plugin.tactics import CHOOSE_ONE, is_moe, without_flashinfer
-
-WARM_UP = "vllm.model_executor.warmup.kernel_warmup"
-CUTLASS = "cutlass_fused_moe"
-
-#: FlashInfer's own default of ``tune_max_num_tokens``, for which CUTLASS is tuned in every release.
-FLOOR = 8192
-
-
-def warm_up_overrides_buckets() -> bool:
-    """Whether the installed vLLM's warm-up replaces the kernels' own buckets."""
-    code = module_code(WARM_UP)
-    return code is not None and "tuning_buckets" in names_in(code)
+from vllm_moe_tune_plugin.stack import Argument, installed
+from vllm_moe_tune_plugin.tactics import (
+    CHOOSE_ONE,
+    CUTLASS,
+    FLOOR,
+    data_parallel_size,
+    is_moe,
+    warm_up_overrides_buckets,
+    without_autotuner,
+    without_kernel,
+)
 
 
 def reached(spec: Any, tokens: int) -> set[int]:
@@ -84,7 +81,7 @@ class Configured:
         self.max_num_tokens = 0
 
     def learn(self, config: Any) -> None:
-        self.dp_size = max(self.dp_size, getattr(config, "elastic_ep_max_dp_size", None) or config.dp_size)
+        self.dp_size = max(self.dp_size, data_parallel_size(config))
         self.max_num_tokens = max(self.max_num_tokens, config.max_num_tokens)
 
 
@@ -126,7 +123,7 @@ def _widen(configured: Configured) -> Patch:
 
         return Around(enter, note="MoE kernels are tuned for the tokens of all data-parallel ranks")
 
-    return Patch(CHOOSE_ONE, decide, needs=("flashinfer",), missing=without_flashinfer)
+    return Patch(CHOOSE_ONE, decide, needs=("flashinfer",), missing=without_autotuner)
 
 
 def _bound_cutlass(configured: Configured) -> Patch:
@@ -148,9 +145,7 @@ def _bound_cutlass(configured: Configured) -> Patch:
         decide,
         also=(f"flashinfer:{CUTLASS}",),
         needs=("flashinfer",),
-        missing=lambda: unsupported(
-            "this FlashInfer has no such function" if exists("flashinfer") else "flashinfer-python is not installed"
-        ),
+        missing=without_kernel,
     )
 
 
