@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_moe_tune_plugin import no_gpu
+from vllm_moe_tune_plugin.kernels import scales
 from vllm_moe_tune_plugin.patching import Patch
 from vllm_moe_tune_plugin.tunings import decode_kernel
-from vllm_moe_tune_plugin.tunings.decode_kernel import ACTIVATIONS, MOST_MEASURED, Call, why_stock, window
+from vllm_moe_tune_plugin.tunings.decode_kernel import ACTIVATIONS, LARGE, SMALL, Call, why_stock, window
 
 KERNELS = "vllm_moe_tune_plugin.kernels.decode_moe"
 ALPHA, LIMIT = 1.702, 7.0
@@ -158,6 +159,88 @@ def test_types(kernels: Any, dtype: torch.dtype) -> None:
     check(kernels, draw(3, 96, 64, dtype=dtype))
 
 
+def run_fp8(kernels: Any, hidden: int, inner: int, block: list[int] | None, channels: bool, **drawn: Any) -> None:
+    """Against float64 over what the fp8 numbers and their scales stand for."""
+    problem = draw(3, hidden, inner, **drawn)
+    experts = problem.w1.shape[0]
+
+    def quantize(numbers: torch.Tensor) -> torch.Tensor:
+        return (numbers.nan_to_num() * 40).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    def weight_scale(weight: torch.Tensor) -> torch.Tensor:
+        _, height, width = weight.shape
+        if block is not None:
+            return torch.rand(experts, -(-height // block[0]), -(-width // block[1])) + 0.5
+        return torch.rand(experts, height, 1) + 0.5 if channels else torch.rand(experts) + 0.5
+
+    def dense(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        if block is not None:
+            spread = scale.repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
+            return weight.double() * spread[:, : weight.shape[1], : weight.shape[2]]
+        return weight.double() * scale.view(experts, -1, 1)
+
+    x, w1, w2 = quantize(problem.x), quantize(problem.w1), quantize(problem.w2)
+    s1, s2 = weight_scale(w1), weight_scale(w2)
+    if block is not None:
+        sx = (torch.rand(-(-hidden // block[1]), 3) + 0.5).t()  # groups of a token do not lie side by side
+        wide = sx.repeat_interleave(block[1], 1)[:, :hidden]
+    else:
+        sx = torch.rand(3, 1) + 0.5 if channels else torch.rand(1) + 0.5
+        wide = sx.view(-1, 1)
+    out = torch.full((3, hidden), float("nan"))
+    scratch = torch.full((problem.ids.numel() * inner,), float("nan"))
+    kernels.decode_moe(
+        out,
+        x,
+        w1,
+        w2,
+        problem.weights,
+        problem.ids,
+        scratch,
+        activation=problem.activation,
+        expert_map=problem.expert_map,
+        x_scale=scales.of_input(sx, 3, hidden, block),
+        w1_scale=scales.of_weight(s1, w1, block),
+        w2_scale=scales.of_weight(s2, w2, block),
+        w1_bias=problem.b1,
+        w2_bias=problem.b2,
+        interleaved=problem.interleaved,
+        alpha=ALPHA,
+        limit=LIMIT,
+    )
+    problem.x, problem.w1, problem.w2 = x.double() * wide, dense(w1, s1), dense(w2, s2)
+    expected = reference(problem)
+    assert (out.double() - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize(("hidden", "inner"), [(48, 32), (80, 144)])
+def test_fp8_scaled_by_tensor_and_channel(kernels: Any, hidden: int, inner: int, channels: bool) -> None:
+    run_fp8(kernels, hidden, inner, None, channels, absent=0.2)
+
+
+@pytest.mark.parametrize("block", [[128, 128], [16, 32]])
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (96, 48), (1152, 144)])
+def test_fp8_scaled_in_blocks(kernels: Any, hidden: int, inner: int, block: list[int]) -> None:
+    run_fp8(kernels, hidden, inner, block, False, mapped=True, absent=0.2)
+
+
+def test_fp8_with_biases_and_rows_in_turn(kernels: Any) -> None:
+    run_fp8(kernels, 64, 32, [32, 16], False, activation="swigluoai", biased=True)
+
+
+def test_more_scales_than_are_kept_in_registers(kernels: Any) -> None:
+    run_fp8(kernels, 32, 1600, [16, 16], False, experts=12, top_k=10)
+
+
+def test_router_weights_that_the_input_has_already(kernels: Any) -> None:
+    problem = draw(3, 40, 24)
+    problem.weights = torch.ones_like(problem.weights)
+    expected = reference(problem)
+    problem.weights = None
+    assert (run(kernels, problem).double() - expected).norm() <= 1e-6 * expected.norm()
+
+
 def test_rows_with_gaps(kernels: Any) -> None:
     check(kernels, draw(3, 40, 24, gap=8))
 
@@ -205,7 +288,7 @@ def test_tiles_by_formula_fit(hidden: int, inner: int, top_k: int, weight_bytes:
 @given(st.integers(1, 1024), st.integers(1, 32), st.integers(1, 1 << 30))
 def test_window(experts: int, top_k: int, expert_bytes: int) -> None:
     tokens = window(experts, top_k, expert_bytes)
-    assert 0 <= tokens <= MOST_MEASURED
+    assert 0 <= tokens <= max(SMALL[1], LARGE[1])
     assert tokens * top_k * 2 <= experts
     assert window(experts, top_k, expert_bytes + 1) <= tokens <= window(2 * experts, top_k, expert_bytes)
 
@@ -214,14 +297,28 @@ def test_window(experts: int, top_k: int, expert_bytes: int) -> None:
     ("experts", "top_k", "inner", "hidden", "tokens"),
     [
         (128, 8, 768, 2048, 8),
-        (512, 10, 512, 2048, 8),
-        (256, 8, 256, 7168, 8),
+        (64, 8, 768, 2048, 4),
+        (32, 8, 768, 2048, 2),
+        (512, 10, 512, 2048, 16),
+        (256, 8, 256, 7168, 16),
         (128, 4, 2880, 2880, 8),
         (32, 4, 2880, 2880, 2),
         (8, 2, 14336, 4096, 1),
+        (128, 1, 1024, 5120, 8),
         (128, 8, 1408, 4096, 4),
     ],
-    ids=["qwen3-30b", "qwen3-next", "deepseek-v3-tp8", "gpt-oss-120b", "gpt-oss-20b", "mixtral", "glm-4.5-air"],
+    ids=[
+        "qwen3-30b",
+        "qwen3-30b-ep2",
+        "qwen3-30b-ep4",
+        "qwen3-next",
+        "deepseek-v3-tp8",
+        "gpt-oss-120b",
+        "gpt-oss-20b",
+        "mixtral",
+        "llama-4-tp8",
+        "glm-4.5-air",
+    ],
 )
 def test_window_of_known_shapes(experts: int, top_k: int, inner: int, hidden: int, tokens: int) -> None:
     """As measured: at each of these it won, at twice as many it lost or was not measured."""
@@ -242,6 +339,7 @@ class Experts:
             w2_bias=None,
             gemm1_clamp_limit=None,
         )
+        self.block_shape = None
         self.moe_config = SimpleNamespace(swiglu_limit=None)
 
 
@@ -261,7 +359,6 @@ def call(**changes: Any) -> Call:
         "activation": "silu",
         "expert_map": None,
         "a1q_scale": None,
-        "a2_scale": None,
         "workspace2": torch.empty(2, 2, 64, dtype=torch.bfloat16),
         "apply_router_weight_on_input": False,
     }
@@ -279,8 +376,48 @@ def changed(name: str, value: Any, of: str = "") -> Experts:
     return experts
 
 
-def test_all_conditions_met(on_gpu: None) -> None:
-    assert why_stock(Experts(), call(), Experts) == ""
+@pytest.mark.parametrize("changes", [{}, {"apply_router_weight_on_input": True}, {"expert_map": torch.arange(6)}])
+def test_all_conditions_met(on_gpu: None, changes: dict[str, Any]) -> None:
+    assert why_stock(Experts(), call(**changes), Experts) == ""
+
+
+def fp8_call(experts: Experts, w1_scale: Any, w2_scale: Any, a1q_scale: Any, block: list[int] | None = None) -> Call:
+    """2 tokens, 6 experts, K 32, N 16; the experts' configuration is set as well."""
+    experts.quant_config.quant_dtype = torch.float8_e4m3fn
+    experts.quant_config.w1_scale, experts.quant_config.w2_scale, experts.block_shape = w1_scale, w2_scale, block
+    plain = call()
+    quantized = {name: getattr(plain, name).to(torch.float8_e4m3fn) for name in ("hidden_states", "w1", "w2")}
+    return call(**quantized, a1q_scale=a1q_scale)
+
+
+ONE_EACH = (torch.ones(6), torch.ones(6), torch.ones(1))
+CHANNELS = (torch.ones(6, 32, 1), torch.ones(6, 32, 1), torch.ones(2, 1))
+BLOCKS = (torch.ones(6, 2, 2), torch.ones(6, 2, 1), torch.ones(2, 2), [16, 16])
+
+
+@pytest.mark.parametrize("given", [ONE_EACH, CHANNELS, BLOCKS], ids=["tensor", "channel", "block"])
+def test_fp8_with_known_scales(on_gpu: None, given: tuple[Any, ...]) -> None:
+    experts = Experts()
+    assert why_stock(experts, fp8_call(experts, *given), Experts) == ""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (None, torch.ones(6), torch.ones(1)),
+        (torch.ones(6), torch.ones(6), None),
+        (torch.ones(6, dtype=torch.float64), torch.ones(6), torch.ones(1)),
+        (torch.ones(5), torch.ones(6), torch.ones(1)),
+        (torch.ones(6), torch.ones(6), torch.ones(3, 1)),
+        (torch.ones(6, 32, 1), torch.ones(6, 16, 1), torch.ones(2, 1)),
+        (torch.ones(6, 4, 4), torch.ones(6, 4, 2), torch.ones(2, 4), [8, 8]),
+        (torch.ones(6, 2, 2), torch.ones(6, 2, 1), torch.ones(2, 1), [16, 16]),
+        (torch.ones(6, 2, 2, dtype=torch.uint8), torch.ones(6, 2, 1), torch.ones(2, 2), [16, 16]),
+    ],
+)
+def test_fp8_with_other_scales_stays_stock(on_gpu: None, given: tuple[Any, ...]) -> None:
+    experts = Experts()
+    assert why_stock(experts, fp8_call(experts, *given), Experts) == "scales of another kind"
 
 
 @pytest.mark.parametrize(
@@ -310,8 +447,6 @@ SHARED = torch.zeros(192, dtype=torch.bfloat16)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"apply_router_weight_on_input": True},
-        {"expert_map": torch.arange(6)},
         {"activation": "swiglustep"},
         {"activation": SimpleNamespace(value="situ")},
         {"a1q_scale": torch.ones(1)},

@@ -280,6 +280,18 @@ def _register_ops() -> None:
         scale.copy_(group_scale)
         out.copy_((groups / group_scale.unsqueeze(-1)).clamp(fp8_min, fp8_max).flatten(-2).to(out.dtype))
 
+    def silu_and_mul_per_block_quant(
+        out: torch.Tensor,
+        x: torch.Tensor,
+        scale: torch.Tensor,
+        group_size: int,
+        scale_ub: torch.Tensor | None = None,
+        is_scale_transposed: bool = False,
+    ) -> None:
+        gate, up = x.float().chunk(2, dim=-1)
+        largest = torch.finfo(out.dtype).max
+        per_token_group_fp8_quant(F.silu(gate) * up, out, scale, group_size, 1e-10, -largest, largest, False)
+
     define("_C::silu_and_mul(Tensor! result, Tensor input) -> ()", gated(F.silu))
     define("_C::gelu_and_mul(Tensor! out, Tensor input) -> ()", gated(F.gelu))
     define("_C::gelu_tanh_and_mul(Tensor! out, Tensor input) -> ()", gated(functools.partial(F.gelu, approximate="tanh")))
@@ -315,6 +327,11 @@ def _register_ops() -> None:
         "_C::per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
         "float fp8_min, float fp8_max, bool scale_ue8m0, bool column_major_scales=False, bool tma_aligned_scales=False) -> ()",
         per_token_group_fp8_quant,
+    )
+    define(
+        "_C::silu_and_mul_per_block_quant(Tensor! out, Tensor input, Tensor! scales, int group_size, Tensor? scale_ub=None, "
+        "bool is_scale_transposed=False) -> ()",
+        silu_and_mul_per_block_quant,
     )
     # Asked while vLLM's quantization modules are imported.
     for query in (

@@ -34,11 +34,11 @@ def import_vllm() -> None:
         importlib.import_module(f"{FUSED_MOE}.experts.fused_humming_moe")
 
 
-def start(device: Any) -> None:
-    """Give this process what an engine's worker has: a workspace manager."""
+def renew_workspaces(device: Any) -> None:
+    """Let the experts allocate their scratch again; what was allocated before lives on where it is held."""
     workspace = importlib.import_module("vllm.v1.worker.workspace")
-    if not workspace.is_workspace_manager_initialized():
-        workspace.init_workspace_manager(device)
+    workspace.reset_workspace_manager()
+    workspace.init_workspace_manager(device)
 
 
 def workspaces() -> list[Any]:

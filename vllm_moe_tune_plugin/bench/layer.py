@@ -24,13 +24,16 @@ from vllm_moe_tune_plugin.bench import experts, stats
 from vllm_moe_tune_plugin.bench.schema import BenchError, Results
 from vllm_moe_tune_plugin.bench.shapes import ZIPF, Shape, draw_routing
 
-MIN_LAYERS, MAX_LAYERS = 4, 16
+MIN_LAYERS, MAX_LAYERS = 8, 16
 #: Layers are added until one token's experts are this many times the L2 cache.
 CACHES = 4
 #: A graph of tiny batches goes over its layers until it holds this many calls: what a replay costs itself gets small.
 MIN_CALLS, FEW_TOKENS = 16, 16
-#: Rounds of a row: as many as fit its time, within these. Two samples of each arm a round.
-MIN_ROUNDS, MAX_ROUNDS = 12, 100
+#: Rounds of a row in one place: as many as fit its time, within these. Two samples of each arm a round.
+MIN_ROUNDS, MAX_ROUNDS = 6, 40
+#: Where a layer's scratch lies changes its time by up to 4 % for as long as it lies there: a row is measured with scratch in
+#: several places, one after the other.
+PLACEMENTS = 4
 #: Above this relative error an output is wrong. fp8 with quantised activations stays below 0.06, but for the one or two rows
 #: of a tiny shape, which scatter to 0.12; one expert of ten left out is 0.3.
 MAX_ERROR = 0.2
@@ -39,6 +42,7 @@ METHOD = {
     "what": "vLLM's modular kernel (no EP dispatch) with TritonExperts, from the router's output to the layer's, "
     "quantisation of the input included",
     "order": "A B B A, then B A A B; one new routing a round, the same for both",
+    "placements": f"scratch, input and graphs are allocated anew {PLACEMENTS} times a row, in other places",
     "sample": "microseconds a layer: one CUDA-graph replay divided by its calls",
     "median_us": "median of all samples; spread_us: their median absolute deviation",
     "ratio": "stock over tuned time, above 1: tuned is faster; median over rounds of the ratio inside a round, "
@@ -109,6 +113,7 @@ class Machine(Protocol):
     cache_bytes: int
     min_layers: int
     min_rounds: int
+    placements: int
 
     def free_bytes(self) -> int: ...
 
@@ -128,7 +133,7 @@ class Machine(Protocol):
 class Gpu:
     """CUDA graphs on the first GPU."""
 
-    min_layers, min_rounds = MIN_LAYERS, MIN_ROUNDS
+    min_layers, min_rounds, placements = MIN_LAYERS, MIN_ROUNDS, PLACEMENTS
 
     def __init__(self) -> None:
         import torch
@@ -202,7 +207,7 @@ class Interpreter:
     """Triton's interpreter on the CPU: the same path without graphs. Its times say nothing about a GPU."""
 
     cache_bytes = 0
-    min_layers, min_rounds = 2, 1
+    min_layers, min_rounds, placements = 2, 1, 1
 
     def __init__(self) -> None:
         import torch
@@ -284,7 +289,7 @@ def start(interpret: bool) -> Machine:
             raise BenchError("no GPU is visible to torch: run this on one, or try the path with --interpret")
         experts.import_vllm()
         machine = Gpu()
-    experts.start(machine.device)
+    experts.renew_workspaces(machine.device)
     return machine
 
 
@@ -403,28 +408,34 @@ def _measure(
     def body() -> list[Any]:
         return [layers[call % len(layers)](hidden_states[call], weights[call], ids[call]) for call in range(calls)]
 
-    programs = [Program(arm) for arm in job.arms]
-    tunings = {}
-    for program in programs:
-        machine.prepare(program, body)
-        if program.arm is TUNED:
-            tunings = _tunings()
-
-    samples: dict[str, list[float]] = {program.arm.name: [] for program in programs}
+    tunings: dict[str, dict[str, Any]] = {}
+    samples: dict[str, list[float]] = {arm.name: [] for arm in job.arms}
     distinct = torch.zeros((), dtype=torch.int64, device=device)
     local = len(layers[0].weights.w1)
-    rounds, deadline = 0, time.perf_counter() + job.seconds
-    while rounds < machine.min_rounds or (rounds < MAX_ROUNDS and time.perf_counter() < deadline):
-        fresh_ids, fresh_weights = draw_routing(shape, key["routing"], calls, tokens, device)
-        ids.copy_(fresh_ids)
-        weights.copy_(fresh_weights)
-        hit = torch.zeros(calls, shape.num_experts, dtype=torch.bool, device=device)
-        distinct += hit.scatter_(1, ids.flatten(1).long(), True)[:, :local].sum()
-        turn = programs if rounds % 2 == 0 else programs[::-1]
-        order = [*turn, *turn[::-1]]
-        for program, sample in zip(order, machine.time(order), strict=True):
-            samples[program.arm.name].append(round(sample / calls, 3))
-        rounds += 1
+    rounds = 0
+    earlier: list[Any] = []  # what was allocated before, kept so that the next placement is another one
+    for placement in range(1, machine.placements + 1):
+        hidden_states = hidden_states.clone()
+        experts.renew_workspaces(device)
+        programs = [Program(arm) for arm in job.arms]
+        for program in programs:
+            machine.prepare(program, body)
+            if program.arm is TUNED:
+                tunings = _tunings()
+        earlier += [hidden_states, programs]
+        enough = machine.min_rounds * placement
+        deadline = time.perf_counter() + job.seconds / machine.placements
+        while rounds < enough or (rounds < MAX_ROUNDS * placement and time.perf_counter() < deadline):
+            fresh_ids, fresh_weights = draw_routing(shape, key["routing"], calls, tokens, device)
+            ids.copy_(fresh_ids)
+            weights.copy_(fresh_weights)
+            hit = torch.zeros(calls, shape.num_experts, dtype=torch.bool, device=device)
+            distinct += hit.scatter_(1, ids.flatten(1).long(), True)[:, :local].sum()
+            turn = programs if rounds % 2 == 0 else programs[::-1]
+            order = [*turn, *turn[::-1]]
+            for program, sample in zip(order, machine.time(order), strict=True):
+                samples[program.arm.name].append(round(sample / calls, 3))
+            rounds += 1
 
     checked = sorted({0, calls - 1})
     references = [layers[call % len(layers)].reference(hidden_states[call], weights[call], ids[call]) for call in checked]

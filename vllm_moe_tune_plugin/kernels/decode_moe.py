@@ -23,6 +23,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from vllm_moe_tune_plugin.kernels.scales import Scale
+
+#: Scales that a thread of the second kernel keeps in registers while it waits for the first.
+MOST_SCALES_AHEAD = 32
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _local_expert(ids, expert_map, pair, HAS_MAP: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -88,6 +93,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     HAS_MAP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """h[pair, n] = activation(gate . x, up . x) for ROWS values of n of one (token, expert) pair."""
@@ -104,13 +110,28 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     # A row beyond the last reads the last one again: its load needs no mask, its result is not stored.
     row = tl.minimum(n, N - 1)
     gate_row = row * GATE_STEP
-    column = tl.arange(0, COLUMNS)
-    gate_at = w1 + expert * w_expert + (gate_row.to(tl.int64) * w_row)[:, None] + column[None, :]
+    lane = tl.arange(0, COLUMNS // VECTOR)
+    column = lane[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    # Threads go along the columns of a row: a thread has VECTOR of them in each row.
+    gate_at = w1 + expert * w_expert + (gate_row.to(tl.int64) * w_row)[None, :, None] + column[:, None, :]
     up_at = gate_at + UP_OFFSET * w_row
     x_at = x + token * x_stride + column
 
-    gate_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
-    up_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # All scales are asked for before the first of them is needed: they come from memory, as the weights do.
+    gate_scales = ()
+    up_scales = ()
+    if X_SCALED == 2:
+        # ROWS divides GROUP_N: one row of scales serves all of the program's rows.
+        first = tl.program_id(1) * ROWS * GATE_STEP
+        for start in tl.static_range(0, K, COLUMNS):
+            # A thread's VECTOR values are in one group.
+            group = tl.minimum(start + lane * VECTOR, K - 1) // GROUP_K
+            scale_at = w1_scale + expert * w_scale_expert + group * w_scale_group
+            gate_scales = gate_scales + (tl.load(scale_at + (first // GROUP_N) * w_scale_row),)  # type: ignore[assignment]  # noqa: RUF005
+            up_scales = up_scales + (tl.load(scale_at + ((first + UP_OFFSET) // GROUP_N) * w_scale_row),)  # type: ignore[assignment]  # noqa: RUF005
+
+    gate_sum = tl.zeros((COLUMNS // VECTOR, ROWS), tl.float32)
+    up_sum = tl.zeros((COLUMNS // VECTOR, ROWS), tl.float32)
     for start in tl.static_range(0, K, COLUMNS):
         if start + COLUMNS <= K:
             gate = tl.load(gate_at + start, eviction_policy="evict_first")
@@ -119,28 +140,25 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
             values = tl.load(x_at + start).to(tl.float32)
         else:
             in_k = start + column < K
-            gate = tl.load(gate_at + start, mask=in_k[None, :], other=0.0, eviction_policy="evict_first")
+            gate = tl.load(gate_at + start, mask=in_k[:, None, :], other=0.0, eviction_policy="evict_first")
             if UP_OFFSET > 0:
-                up = tl.load(up_at + start, mask=in_k[None, :], other=0.0, eviction_policy="evict_first")
+                up = tl.load(up_at + start, mask=in_k[:, None, :], other=0.0, eviction_policy="evict_first")
             values = tl.load(x_at + start, mask=in_k, other=0.0).to(tl.float32)
-        group = tl.minimum(start + column, K - 1) // GROUP_K
+        gate_part = tl.sum(gate.to(tl.float32) * values[:, None, :], 2)
+        if UP_OFFSET > 0:
+            up_part = tl.sum(up.to(tl.float32) * values[:, None, :], 2)
         if X_SCALED == 2:
-            values *= tl.load(x_scale + token * x_scale_token + group * x_scale_group)
-        if W_SCALED == 2:
-            # ROWS divides GROUP_N: one row of scales serves all of the program's rows.
-            first = tl.program_id(1) * ROWS * GATE_STEP
-            scale_at = w1_scale + expert * w_scale_expert + group * w_scale_group
-            gate_sum += gate.to(tl.float32) * (values * tl.load(scale_at + (first // GROUP_N) * w_scale_row))[None, :]
+            group = tl.minimum(start + lane * VECTOR, K - 1) // GROUP_K
+            scale = tl.load(x_scale + token * x_scale_token + group * x_scale_group)
+            gate_part *= (scale * gate_scales[start // COLUMNS])[:, None]
             if UP_OFFSET > 0:
-                up_scale = tl.load(scale_at + ((first + UP_OFFSET) // GROUP_N) * w_scale_row)
-                up_sum += up.to(tl.float32) * (values * up_scale)[None, :]
-        else:
-            gate_sum += gate.to(tl.float32) * values[None, :]
-            if UP_OFFSET > 0:
-                up_sum += up.to(tl.float32) * values[None, :]
+                up_part *= (scale * up_scales[start // COLUMNS])[:, None]
+        gate_sum += gate_part
+        if UP_OFFSET > 0:
+            up_sum += up_part
 
-    gate_out = tl.sum(gate_sum, 1)
-    up_out = tl.sum(up_sum, 1)
+    gate_out = tl.sum(gate_sum, 0)
+    up_out = tl.sum(up_sum, 0)
     if X_SCALED == 1:
         scale = tl.load(x_scale + token * x_scale_token)
         gate_out *= scale
@@ -165,7 +183,7 @@ def _down_tile(w2_at, expert, w_expert, in_row, start, column, N: tl.constexpr, 
     at = w2_at + expert * w_expert + start
     if start + COLUMNS <= N:
         return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
-    return tl.load(at, mask=mask & (start + column < N)[None, :], other=0.0, eviction_policy="evict_first")
+    return tl.load(at, mask=mask & (start + column < N)[:, None, :], other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -193,18 +211,22 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     GROUP_N: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
     AHEAD: tl.constexpr,
+    SCALES_AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[token, k] = sum over the token's experts of weight * (w2[expert, k] . h[pair]) for ROWS values of k."""
     TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     token = tl.program_id(0)
     k = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    in_k = (k < K)[:, None]
-    column = tl.arange(0, COLUMNS)
-    w2_at = w2 + (k.to(tl.int64) * w_row)[:, None] + column[None, :]
+    in_k = (k < K)[None, :, None]
+    lane = tl.arange(0, COLUMNS // VECTOR)
+    column = lane[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    w2_at = w2 + (k.to(tl.int64) * w_row)[None, :, None] + column[:, None, :]
 
     # Weights and ids do not come from the first kernel, and what came before it is complete: it waited for that itself.
     ahead = ()
@@ -212,20 +234,32 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         expert = _local_expert(ids, expert_map, token * TOP_K + tile // TILES, HAS_MAP)
         loaded = _down_tile(w2_at, expert, w_expert, in_k, (tile % TILES) * COLUMNS, column, N, COLUMNS)
         ahead = ahead + (loaded,)  # type: ignore[assignment]  # noqa: RUF005  (Triton knows no unpacking)
+    scales = ()
+    if W_SCALED == 2:
+        first = tl.program_id(1) * ROWS
+        for tile in tl.static_range(SCALES_AHEAD):
+            expert = _local_expert(ids, expert_map, token * TOP_K + tile // TILES, HAS_MAP)
+            part_at = (tile % TILES) * COLUMNS + lane * VECTOR
+            scale_at = w2_scale + expert * w_scale_expert + (first // GROUP_K) * w_scale_row
+            loaded = tl.load(scale_at + part_at // GROUP_N * w_scale_group, mask=(expert >= 0) & (part_at < N), other=0.0)
+            scales = scales + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
     if PDL:
         gdc_wait()
 
-    # One sum over everything, so that threads have to meet only once: weights and scales are multiplied in before.
-    dot = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # Threads meet only once, in the sum at the end: weights and scales are multiplied in before.
+    dot = tl.zeros((COLUMNS // VECTOR, ROWS), tl.float32)
     biases = tl.zeros((ROWS,), tl.float32)
     for slot in tl.static_range(TOP_K):
         pair = token * TOP_K + slot
         expert = _local_expert(ids, expert_map, pair, HAS_MAP)
         is_local = expert >= 0
-        weight = tl.load(topk_weights + pair).to(tl.float32)
+        if WEIGHTED:  # noqa: SIM108  (the ternary has no common type for mypy)
+            weight = tl.load(topk_weights + pair).to(tl.float32)
+        else:
+            weight = 1.0
         if W_SCALED == 1:
             row_at = w2_scale + expert * w_scale_expert + k * w_scale_row
-            row_scale = tl.load(row_at, mask=is_local & (k < K), other=0.0)[:, None]
+            row_scale = tl.load(row_at, mask=is_local & (k < K), other=0.0)
         for part in tl.static_range(TILES):
             start = part * COLUMNS
             if slot * TILES + part < AHEAD:
@@ -234,19 +268,23 @@ def _down_kernel(  # type: ignore[no-untyped-def]
                 tile = _down_tile(w2_at, expert, w_expert, in_k, start, column, N, COLUMNS)
             # Masked also for a pair without a local expert: its row of h was never written.
             values = tl.load(h + pair.to(tl.int64) * N + start + column, mask=is_local & (start + column < N), other=0.0)
-            values = values.to(tl.float32) * weight
+            product = tl.sum(tile.to(tl.float32) * values.to(tl.float32)[:, None, :], 2)
             if W_SCALED == 2:
-                group = tl.minimum(start + column, N - 1) // GROUP_N
-                first = tl.program_id(1) * ROWS
-                scale_at = w2_scale + expert * w_scale_expert + (first // GROUP_K) * w_scale_row + group * w_scale_group
-                values *= tl.load(scale_at, mask=is_local & (column < COLUMNS), other=0.0)
-            if W_SCALED == 1:
-                dot += (tile.to(tl.float32) * row_scale) * values[None, :]
+                if slot * TILES + part < SCALES_AHEAD:
+                    scale = scales[slot * TILES + part]  # type: ignore[var-annotated]
+                else:
+                    part_at = start + lane * VECTOR
+                    scale_at = w2_scale + expert * w_scale_expert + (first // GROUP_K) * w_scale_row
+                    scale = tl.load(scale_at + part_at // GROUP_N * w_scale_group, mask=is_local & (part_at < N), other=0.0)
+                product *= (weight * scale)[:, None]
+            elif W_SCALED == 1:
+                product *= (weight * row_scale)[None, :]
             else:
-                dot += tile.to(tl.float32) * values[None, :]
+                product *= weight
+            dot += product
         if HAS_BIAS:
             biases += weight * tl.load(bias + expert * bias_expert + k, mask=is_local & (k < K), other=0.0).to(tl.float32)
-    total = tl.sum(dot, 1) + biases
+    total = tl.sum(dot, 0) + biases
     tl.store(out + token * out_stride + k, total.to(out.dtype.element_ty), mask=k < K)
 
 
@@ -272,34 +310,21 @@ def choose_tiles(hidden: int, intermediate: int, top_k: int, weight_bytes: int) 
         top_k: experts for each token.
         weight_bytes: bytes of one weight: 2 (bf16, fp16), 1 (fp8) or 4 (fp32).
     """
-    # Each thread holds 32 bytes of each operand and step; two rows share one load of the activations.
-    per_thread = 32 // weight_bytes
-    up_columns = min(1024 if hidden % 512 == 0 else 512, triton.next_power_of_2(hidden))
-    up_warps = max(1, min(8, 2 * up_columns // (32 * per_thread)))
-    down_columns = min(512 // weight_bytes, triton.next_power_of_2(intermediate))
-    # The kernel is unrolled over the tiles of all slots: keep the code short.
+    vector = 16 // weight_bytes
+    if weight_bytes == 1:
+        # A row of fp8 is short: four of them share the activations, which are as long as each.
+        up_rows, up_columns, loads = 4, 1024, 1
+    else:
+        up_rows, up_columns, loads = 2, 2048, 2
+    up_columns = min(up_columns, max(vector, triton.next_power_of_2(hidden)))
+    up_warps = max(1, up_columns // (32 * vector * loads))
+    # A warp for two rows. The kernel is unrolled over the tiles of all slots: keep the code short.
+    down_columns = 512
     while top_k * triton.cdiv(intermediate, down_columns) > 64:
         down_columns *= 2
-    down_warps = max(1, min(8, 2 * down_columns // (32 * per_thread)))
+    down_warps = down_columns // 512
     tiles = top_k * triton.cdiv(intermediate, down_columns)
-    return Tiles(2, up_columns, up_warps, 2, down_columns, down_warps, down_ahead=max(1, min(tiles // 4, 12)))
-
-
-@dataclass(frozen=True)
-class Scale:
-    """The scales of a tensor of fp8 values.
-
-    Attributes:
-        values: float32.
-        kind: 1: one for each row of a product (or one for all: strides of 0); 2: one for each group along the contraction.
-        strides: (outermost, row, group), in elements; for activations (token, 0, group).
-        groups: (rows, columns) of a block that shares one scale.
-    """
-
-    values: torch.Tensor
-    kind: int
-    strides: tuple[int, int, int]
-    groups: tuple[int, int] = (1, 1)
+    return Tiles(up_rows, up_columns, up_warps, 2, down_columns, down_warps, min(tiles, 4 if weight_bytes == 1 else 6))
 
 
 def decode_moe(
@@ -307,7 +332,7 @@ def decode_moe(
     x: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
-    topk_weights: torch.Tensor,
+    topk_weights: torch.Tensor | None,
     topk_ids: torch.Tensor,
     h: torch.Tensor,
     *,
@@ -331,7 +356,7 @@ def decode_moe(
         x: [M, K] in the weights' dtype (bf16, fp16, fp32 or fp8 e4m3), contiguous in its last dimension.
         w1: [E, 2N, K] (gate rows, then up rows, or alternating where ``interleaved``), [E, N, K] for `relu2_no_mul`.
         w2: [E, K, N].
-        topk_weights: [M, top_k], float, contiguous.
+        topk_weights: [M, top_k], float, contiguous; None where they are in ``x`` already: experts' outputs are added up.
         topk_ids: [M, top_k], integer, contiguous; a negative id is no expert.
         h: at least M * top_k * N elements, bf16, fp16 or fp32, contiguous; scratch, must not overlap ``out``.
         activation: `silu`, `gelu`, `gelu_tanh`, `swigluoai` (with ``alpha`` and ``limit``) or `relu2_no_mul`.
@@ -345,8 +370,12 @@ def decode_moe(
     hidden, intermediate = w2.shape[1], w2.shape[2]
     if tokens == 0:
         return
+    # 16 bytes are what a thread loads at once, of h as well as of the weights.
+    up_vector, down_vector = 16 // w1.element_size(), 16 // max(w2.element_size(), h.element_size())
     if tiles is None:
         tiles = choose_tiles(hidden, intermediate, top_k, w1.element_size())
+    if tiles.up_columns % up_vector or tiles.down_columns % down_vector:
+        raise ValueError(f"columns of a tile in multiples of {up_vector} and {down_vector} are needed, not {tiles}")
     gated = activation != "relu2_no_mul"
     up_offset = 0 if not gated else 1 if interleaved else intermediate
     # PDL is a launch option only where it is asked for: other backends do not know it.
@@ -384,6 +413,7 @@ def decode_moe(
         HAS_MAP=expert_map is not None,
         ROWS=tiles.up_rows,
         COLUMNS=tiles.up_columns,
+        VECTOR=up_vector,
         PDL=pdl,
         num_warps=tiles.up_warps,
         **launch_options,
@@ -395,7 +425,7 @@ def decode_moe(
         w2_scale.values if w2_scale else w2,
         w2_bias if w2_bias is not None else w2,
         topk_ids,
-        topk_weights,
+        topk_weights if topk_weights is not None else topk_ids,
         expert_map if expert_map is not None else topk_ids,
         out,
         w2.stride(0),
@@ -411,9 +441,12 @@ def decode_moe(
         GROUP_N=w2_scale.groups[1] if w2_scale else 1,
         HAS_BIAS=w2_bias is not None,
         HAS_MAP=expert_map is not None,
+        WEIGHTED=topk_weights is not None,
         ROWS=tiles.down_rows,
         COLUMNS=tiles.down_columns,
+        VECTOR=down_vector,
         AHEAD=tiles.down_ahead,
+        SCALES_AHEAD=min(MOST_SCALES_AHEAD, top_k * triton.cdiv(intermediate, tiles.down_columns)),
         PDL=pdl,
         num_warps=tiles.down_warps,
         **launch_options,

@@ -4,8 +4,10 @@ What: where ``TritonExperts.apply`` is called with few tokens, :mod:`vllm_moe_tu
 layer: gate and up projections with the activation, then the down projection with the router-weighted sum. No sorting, no
 intermediate round trips, no separate activation and sum, fp32 accumulation, the same bits in every run.
 
-When: on Hopper, for weights in bf16 or fp16, where every condition is proven (:func:`why_stock` says which one is not), and
-only up to the number of tokens at which it was measured to win (:func:`window`). ``MOE_TUNE_DECODE_TOKENS`` sets another
+When: on Hopper, for weights in bf16, fp16 or fp8 (scales for each tensor, channel or block), with or without expert
+parallelism, where every condition is proven (:func:`why_stock` says which one is not), and only up to the number of tokens at
+which it was measured to win (:func:`window`). With fp8 the activated rows between the two projections stay in the output's
+type where stock quantises them once more: the result is nearer to the exact one. ``MOE_TUNE_DECODE_TOKENS`` sets another
 number of tokens, on any GPU. Everything else is exactly stock. A subclass of ``TritonExperts`` keeps its
 own behaviour, and so does an instance of which a step was replaced (LoRA).
 
@@ -24,6 +26,8 @@ from typing import Any
 
 import torch
 
+from vllm_moe_tune_plugin.kernels import scales
+from vllm_moe_tune_plugin.kernels.scales import Scale
 from vllm_moe_tune_plugin.patching import STOCK, Advice, Args, Kwargs, Patch, Replace, Verdict, unsupported
 from vllm_moe_tune_plugin.settings import Settings
 from vllm_moe_tune_plugin.stack import Argument, first_existing
@@ -42,10 +46,10 @@ ACTIVATIONS = {
 #: The constants of vLLM's swigluoai.
 SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT = 1.702, 7.0
 
-#: The most tokens with which the kernels were measured.
-MOST_MEASURED = 8
-#: Bytes of an expert up to which tokens may share experts more often.
+#: Bytes of an expert up to which it counts as small.
 SMALL_EXPERT = 12 << 20
+#: Small experts, and large ones: how many times more experts than (token, expert) pairs there must be, and the most tokens.
+SMALL, LARGE = (2, 16), (4, 8)
 #: The compute capability of the GPUs on which they were measured (Hopper).
 MEASURED_ON = (9, 0)
 
@@ -62,7 +66,6 @@ _PARAMETERS = (
     "activation",
     "expert_map",
     "a1q_scale",
-    "a2_scale",
     "workspace2",
     "apply_router_weight_on_input",
 )
@@ -81,7 +84,6 @@ class Call:
     activation: Any
     expert_map: torch.Tensor | None
     a1q_scale: torch.Tensor | None
-    a2_scale: torch.Tensor | None
     workspace2: torch.Tensor
     apply_router_weight_on_input: bool
 
@@ -100,15 +102,16 @@ def window(num_experts: int, top_k: int, expert_bytes: int) -> int:
 
     They read an expert once for each token that chose it, from the L2 cache after the first time; stock reads it once. So
     they win while few tokens share an expert: on an H200 up to a quarter as many (token, expert) pairs as experts for every
-    shape, and up to half as many where experts are small. Measured with bf16 up to 8 tokens.
+    shape, and up to half as many where experts are small. With expert parallelism most pairs belong to other ranks and cost
+    little each, but many together: the same share of this rank's experts is where they still win.
 
     Args:
-        num_experts: E, experts on this rank.
+        num_experts: experts on this rank.
         top_k: experts for each token.
         expert_bytes: bytes of one expert's weights.
     """
-    pairs = num_experts // (2 if expert_bytes <= SMALL_EXPERT else 4)
-    return min(MOST_MEASURED, pairs // top_k)
+    sparsity, most = SMALL if expert_bytes <= SMALL_EXPERT else LARGE
+    return min(most, num_experts // sparsity // top_k)
 
 
 def why_stock(experts: Any, call: Call, stock_class: type) -> str:
@@ -118,12 +121,8 @@ def why_stock(experts: Any, call: Call, stock_class: type) -> str:
     replaced = [step for step in STEPS if step in vars(experts)]
     if replaced:
         return f"{', '.join(replaced)} was replaced on this instance"
-    if call.expert_map is not None:
-        return "experts are on several ranks, which has not been measured"
     if getattr(experts, "_lora_context", None) is not None:
         return "LoRA is active"
-    if call.apply_router_weight_on_input:
-        return "the router's weights go on the input"
     uses_hook = getattr(experts, "_uses_post_gemm2_hook", None)
     if uses_hook is not None and uses_hook(call.topk_ids.size(0)):
         return "something runs after the second GEMM"
@@ -144,25 +143,40 @@ def _why_activation(experts: Any, call: Call) -> str:
 
 
 def _why_weights(experts: Any, call: Call) -> str:
-    quant = experts.quant_config
-    if quant.quant_dtype is not None or quant.use_int8_w8a16 or quant.use_int4_w4a16 or call.a1q_scale is not None:
+    quant, w1, w2 = experts.quant_config, call.w1, call.w2
+    if quant.use_int8_w8a16 or quant.use_int4_w4a16 or quant.quant_dtype not in (None, torch.float8_e4m3fn):
         return f"weights quantised as {quant.quant_dtype or 'integers'}"
-    if quant.w1_scale is not None or quant.w2_scale is not None:
-        return "weights have scales"
     if getattr(experts, "quantization_emulation", False):
         return "quantisation is emulated"
-    w1, w2 = call.w1, call.w2
-    if w1.dtype not in (torch.bfloat16, torch.float16) or not w1.dtype == w2.dtype == call.hidden_states.dtype:
+    known = (torch.float8_e4m3fn,) if quant.quant_dtype is not None else (torch.bfloat16, torch.float16)
+    if w1.dtype not in known or not w1.dtype == w2.dtype == call.hidden_states.dtype:
         return f"weights in {w1.dtype} and {w2.dtype}, input in {call.hidden_states.dtype}"
     rows = w2.size(2) * (1 if call.activation_name == "relu2_no_mul" else 2)
     if w1.dim() != 3 or w1.size(1) != rows or w1.size(2) != w2.size(1) or call.hidden_states.size(1) != w1.size(2):
         return f"weights of shapes {tuple(w1.shape)} and {tuple(w2.shape)}"
-    if any(w.stride(2) != 1 or w.stride(1) % 8 or w.data_ptr() % 16 for w in (w1, w2)):
+    step = 16 // w1.element_size()
+    if any(w.stride(2) != 1 or w.stride(1) % step or w.data_ptr() % 16 for w in (w1, w2)):
         return "rows of weights that do not begin at 16 bytes"
+    if quant.quant_dtype is not None:
+        if any(scale is None for scale in _scales(experts, call)):
+            return "scales of another kind"
+    elif any(scale is not None for scale in (call.a1q_scale, quant.w1_scale, quant.w2_scale)):
+        return "weights have scales"
     for bias in (quant.w1_bias, quant.w2_bias):
         if bias is not None and bias.stride(-1) != 1:
             return "biases with gaps"
     return ""
+
+
+def _scales(experts: Any, call: Call) -> tuple[Scale | None, Scale | None, Scale | None]:
+    """The scales of the input, of w1 and of w2 as the kernels take them, None for each that they cannot take."""
+    quant, block = experts.quant_config, experts.block_shape
+    tokens, hidden = call.hidden_states.shape
+    return (
+        scales.of_input(call.a1q_scale, tokens, hidden, block),
+        scales.of_weight(quant.w1_scale, call.w1, block),
+        scales.of_weight(quant.w2_scale, call.w2, block),
+    )
 
 
 def _why_tensors(call: Call) -> str:
@@ -209,7 +223,7 @@ def _decide(target: str, decode_tokens: int | None) -> Callable[[Any], Advice | 
         stock_class, host_resident = module.TritonExperts, _host_resident(module)
         arguments = [Argument(function, name) for name in _PARAMETERS]
         ids = Argument(function, "topk_ids")
-        most = MOST_MEASURED if decode_tokens is None else decode_tokens
+        most = max(SMALL[1], LARGE[1]) if decode_tokens is None else decode_tokens
 
         def instead(experts: Any, args: Args, kwargs: Kwargs) -> Any:
             tokens, top_k = ids.get(args, kwargs).shape
@@ -246,19 +260,23 @@ def _run(experts: Any, call: Call) -> None:
     from vllm_moe_tune_plugin.kernels.decode_moe import decode_moe
 
     activation, interleaved = ACTIVATIONS[call.activation_name]
-    device = call.w1.device
+    device, quant = call.w1.device, experts.quant_config
+    x_scale, w1_scale, w2_scale = (None, None, None) if quant.quant_dtype is None else _scales(experts, call)
     decode_moe(
         call.output,
         call.hidden_states,
         call.w1,
         call.w2,
-        call.topk_weights,
+        None if call.apply_router_weight_on_input else call.topk_weights,
         call.topk_ids,
         call.workspace2.view(-1)[: call.scratch],
         activation=activation,
         expert_map=call.expert_map,
-        w1_bias=experts.quant_config.w1_bias,
-        w2_bias=experts.quant_config.w2_bias,
+        x_scale=x_scale,
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        w1_bias=quant.w1_bias,
+        w2_bias=quant.w2_bias,
         interleaved=interleaved,
         alpha=SWIGLUOAI_ALPHA,
         limit=SWIGLUOAI_LIMIT,
