@@ -25,7 +25,7 @@ from vllm_moe_tune_plugin.tunings.decode_kernel import ACTIVATIONS, LARGE, SMALL
 KERNELS = "vllm_moe_tune_plugin.kernels.decode_moe"
 ALPHA, LIMIT = 1.702, 7.0
 #: One rounding of the activated row, and one of the result.
-ALLOWED = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+ALLOWED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(scope="module")

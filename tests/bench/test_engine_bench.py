@@ -1,6 +1,8 @@
 """``bench engine`` around its driver; the driver itself runs in a CPU engine in test_driver.py."""
 
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,34 @@ def test_results_of_another_environment_are_left_alone(bench: Callable[..., list
     with pytest.raises(BenchError, match=r"another method \(batch_sizes: \[1, 4\], here \[2\]\)"):
         bench(pairs=1, batch_sizes=(2,))
     assert (tmp_path / "results.json").read_text() == before
+
+
+def test_nothing_runs_on_when_the_benchmark_is_told_to_end(tmp_path: Path) -> None:
+    """As a job scheduler or `timeout` does it. The engine's own children count as well."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "import os, pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(tmp_path / 'pids')!r}).write_text(f'{{os.getpid()}} {{child.pid}}')\n"
+        "time.sleep(600)\n"
+    )
+    program = (
+        "import pathlib, sys\n"
+        "from vllm_moe_tune_plugin.bench import engine\n"
+        f"with engine._process([sys.executable, {str(driver)!r}], {{}}, pathlib.Path({str(tmp_path / 'log')!r})) as process:\n"
+        "    process.wait()\n"
+    )
+    bench = subprocess.Popen([sys.executable, "-c", program])
+    pids = tmp_path / "pids"
+    deadline = time.monotonic() + 60
+    while not (pids.exists() and len(pids.read_text().split()) == 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    bench.terminate()
+    assert bench.wait(timeout=60) != 0
+    for pid in pids.read_text().split():
+        stat = Path(f"/proc/{pid}/stat")
+        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
 
 
 def test_environment_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

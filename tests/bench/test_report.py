@@ -142,7 +142,7 @@ def test_readme_parts_are_made_anew(tmp_path: Path) -> None:
 
     part = text[text.index("<!-- bench:engine-a -->") : text.index("<!-- /bench:engine-a -->")]
     assert "| 1 | 210.0 ± 0.0 | 262.5 ± 0.0 | 1.250 | 1.250-1.250 | 4.76 → 3.81 | 13.00 → 13.00 | same |" in part
-    assert "3 pairs. Start-up 61.0 ± 1.0 s stock, 61.0 ± 1.0 s tuned; peak memory 128.00 ± 0.00 GiB stock" in part
+    assert "Whole pairs: 3. Start-up 61.0 ± 1.0 s stock, 61.0 ± 1.0 s tuned; peak memory 128.00 ± 0.00 GiB stock" in part
     assert "old" not in text
     assert text.replace(part, "") == PARTS.replace("<!-- bench:engine-a -->\nold\n", "")
     run("--readme", str(readme), *files)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_moe_tune_plugin.bench import plots, report
+from vllm_moe_tune_plugin.bench import plots, report, schema
 from vllm_moe_tune_plugin.bench.report import Source
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +31,23 @@ def test_results_are_of_a_gpu(sources: list[Source]) -> None:
         assert not environment["commit"].endswith("-dirty"), source.name
         assert source.rows(), source.name
         assert not [row["key"] for row in source.data["rows"] if row["status"] == "failed"], source.name
+
+
+def test_no_layer_is_slower_than_stock(sources: list[Source]) -> None:
+    slower = [row["key"] for source in sources if source.kind == "layer" for row in source.rows() if row["ratio"] < 0.99]
+    assert not slower
+
+
+def test_a_second_run_of_the_layers_says_the_same() -> None:
+    """Median ratios up to 8 tokens, in all rows that both runs have, within 1.5 %."""
+    for path in sorted((RESULTS / "repeat").glob("*.json")):
+        first, second = (
+            {tuple(row["key"].values()): row["ratio"] for row in Source(file.stem, schema.read(file)).rows()}
+            for file in (RESULTS / path.name, path)
+        )
+        both = [key for key in first.keys() & second.keys() if key[-1] <= 8]
+        assert len(both) >= 50
+        assert max(abs(first[key] / second[key] - 1) for key in both) < 0.015
 
 
 def test_readme_is_what_report_makes_of_the_results(sources: list[Source]) -> None:

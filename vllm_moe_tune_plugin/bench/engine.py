@@ -50,7 +50,8 @@ OFFLINE = {
 }
 
 METHOD = {
-    "what": "vllm bench latency in one engine for all batch sizes; serve: vllm serve with vllm bench serve",
+    "what": "vllm bench latency in one engine for all batch sizes, with the same prompts in every run; "
+    "serve: vllm serve with vllm bench serve",
     "order": "A B B A ...; a pair is two neighbouring runs",
     "tokens_per_s": "batch size * output length / median latency of a run",
     "ttft_s": "median latency with one output token; tpot_s: (median latency - ttft_s) / (output length - 1)",
@@ -189,7 +190,11 @@ def _keep_log(job: Job, log: pathlib.Path, number: int, arm: str) -> None:
 
 @contextlib.contextmanager
 def _process(command: Sequence[str], environ: Mapping[str, str], log: pathlib.Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, of which nothing runs afterwards: the next engine needs its memory."""
+    """A process in a group of its own, of which nothing runs afterwards: the next engine needs its memory.
+
+    That also holds where this process is asked to end: SIGTERM interrupts it here as Ctrl-C does.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with log.open("ab") as output:
         process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -202,6 +207,7 @@ def _process(command: Sequence[str], environ: Mapping[str, str], log: pathlib.Pa
                 while _runs(process) and time.monotonic() < deadline:
                     time.sleep(0.1)
             process.wait()
+            signal.signal(signal.SIGTERM, before)
 
 
 def _runs(process: subprocess.Popen[bytes]) -> bool:

@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import io
 import json
-import math
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_moe_tune_plugin.bench import engine, stats
-from vllm_moe_tune_plugin.bench.report import Source, require_one_machine, shape_name, subject
+from vllm_moe_tune_plugin.bench.report import Source, require_one_machine, shape_name, workload
 from vllm_moe_tune_plugin.bench.schema import BenchError
 
 #: Plots of several files go by this before their kind: no file's stem begins so.
@@ -216,13 +215,13 @@ def _gain(sources: Sequence[Source]) -> Plot:
             continue
         y, low, high = zip(*([_percent(value) for value in stats.mean_ratio(ratios)] for ratios in pairs.values()), strict=True)
         dots = tuple(tuple(map(_percent, ratios)) for ratios in pairs.values())
-        # A single pair has no interval, which would reach to infinity.
-        ends = (low, high) if all(map(math.isfinite, high)) else ((), ())
+        # One pair has no interval; that of two would dwarf everything else in the picture.
+        ends = (low, high) if all(len(ratios) > 2 for ratios in pairs.values()) else ((), ())
         lines.append(Line(label, tuple(pairs), y, *ends, dots, look=(index, index)))
     kind, several = sources[0].kind, len(sources) > 1
-    subjects = dict.fromkeys(map(subject, sources))
+    subjects = dict.fromkeys(map(workload, sources))
     what = next(iter(subjects)) if len(subjects) == 1 else "several models or settings"
-    parts = ["dots: one pair of runs each", "bars: 95 % intervals"] if all(line.low for line in lines) else ["one pair of runs"]
+    parts = ["dots: one pair of runs each"] + ["bars: 95 % intervals"] * all(line.low for line in lines)
     return Plot(
         f"{ALL}{kind}-gain" if several else f"{sources[0].name}-gain",
         "gain",

@@ -106,9 +106,15 @@ def subject(source: Source) -> str:
     if source.kind == "layer":
         return "one MoE layer" + (", in Triton's interpreter: the times mean nothing" if method["interpreted"] else "")
     more = " ".join(method["engine_args"])
+    return workload(source) + (f", {more}" if more else "")
+
+
+def workload(source: Source) -> str:
+    """The model of an engine's file and what it was asked for."""
+    method = source.method
     lengths = f"{method['input_len']} tokens in, {method['output_len']} out"
     name = pathlib.PurePath(method["model"]).name
-    return f"{name}, {lengths}" + (", under load" if source.kind == "serve" else "") + (f", {more}" if more else "")
+    return f"{name}, {lengths}" + (", under load" if source.kind == "serve" else "")
 
 
 # ---- what the tables say
@@ -284,11 +290,12 @@ def _engine_summary(source: Source) -> Sheet:
     runs = {row[0]: row for row in _runs_sheet(source).rows}
     note = f"{SPREAD}; {RATIO}."
     if len(runs) == len(ARMS):
-        _, count, *stock, _ = runs[engine.STOCK]
+        count = len(engine.ratios(source.rows(), _sizes(source)[0]))
+        _, _, *stock, _ = runs[engine.STOCK]
         *_, start, memory, cache, tunings = runs[engine.TUNED]
         note += (
-            f" {count} pairs. Start-up {stock[0]} s stock, {start} s tuned; peak memory {stock[1]} GiB stock, {memory} GiB "
-            f"tuned; KV cache {stock[2]} tokens stock, {cache} tuned. Calls were changed by: {tunings}."
+            f" Whole pairs: {count}. Start-up {stock[0]} s stock, {start} s tuned; peak memory {stock[1]} GiB stock, {memory} "
+            f"GiB tuned; KV cache {stock[2]} tokens stock, {cache} tuned. Calls were changed by: {tunings}."
         )
     return Sheet("Output tokens a second", [_size_title(source), *columns], rows, words=0, note=note)
 
