@@ -7,7 +7,7 @@ as in serving.
 
 As a program, in the environment of one release:
     python real.py OUTPUT [--configurations 1x2048,4x8192]    the table, all of it by default; minutes
-    python real.py OUTPUT --rank N                            what this rank of four tunes and where it is kept
+    python real.py OUTPUT --rank N --free BYTES               what this rank of four tunes and where it is kept
     python real.py --merge TABLE OUTPUT...                    puts tables of single releases into one file
 """
 
@@ -16,10 +16,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import hashlib
 import importlib
 import itertools
 import json
 import logging
+import multiprocessing
 import os
 import pathlib
 import sys
@@ -147,12 +149,15 @@ def one_rank() -> Any:
     )
 
 
-def warm_up(batched_tokens: int, dummy_run: Callable[[int], None], managed: bool = False, rank: int = 0) -> None:
+def warm_up(
+    batched_tokens: int, dummy_run: Callable[[int], None], managed: bool = False, rank: int = 0, ranks: int = 1
+) -> None:
     """vLLM's own warm-up of FlashInfer, on one data-parallel rank.
 
     Args:
         dummy_run: runs the model's MoE layers on a number of this rank's tokens.
         managed: let FlashInfer manage the cache where vLLM knows that (one rank only, 0.33).
+        rank, ranks: which data-parallel rank of how many the engine's configuration says that this is.
     """
     import torch
 
@@ -162,6 +167,7 @@ def warm_up(batched_tokens: int, dummy_run: Callable[[int], None], managed: bool
     # Otherwise vLLM takes its way for several ranks only if there are several processes.
     engine.parallel_config.enable_elastic_ep = not managed
     engine.parallel_config.data_parallel_rank = rank
+    engine.parallel_config.data_parallel_size = ranks
     model = torch.nn.Module()
     runner = types.SimpleNamespace(
         vllm_config=engine,
@@ -354,23 +360,79 @@ def table(configurations: list[tuple[int, int]]) -> dict[str, Any]:
     return {"vllm": str(installed("vllm")), "flashinfer": str(installed("flashinfer-python")), "rows": rows}
 
 
-def one_of_four(rank: int) -> dict[str, Any]:
-    """What one rank tunes with the plugin, under which folders it is kept, and what a second start measures."""
-    import torch
+def reporting_free(free: int) -> contextlib.AbstractContextManager[None]:
+    """The GPU says that so many bytes are free."""
+    return faked(
+        {
+            "torch.cuda:mem_get_info": lambda device=None: (free, 192 << 30),
+            "torch.accelerator:get_memory_info": lambda device=None: (free, 192 << 30),
+        }
+    )
 
+
+def layers(calls: list[no_gpu.Call], setup: call_sites.Setup) -> list[call_sites.CallSite]:
+    """One place for each kernel, built anew as every engine does."""
+    everywhere = call_sites.Sites(setup, calls, call_sites.find_call_sites()).all()
+    return list({site.kernel: site for site in everywhere}.values())
+
+
+#: Ways to start an engine with the plugin installed, as the environment that vLLM's loader sees.
+ARRANGEMENTS: dict[str, dict[str, str]] = {
+    "on": {},
+    "unregistered": {},
+    "VLLM_PLUGINS is empty": {"VLLM_PLUGINS": ""},
+    "MOE_TUNE_DISABLE=all": {"MOE_TUNE_DISABLE": "all"},
+}
+
+
+def kept_in_folder(calls: list[no_gpu.Call], rank: int) -> dict[str, dict[str, str]]:
+    """What one start leaves in the autotune cache's folder with four ranks and with one: each file's digest by its path."""
+    found = {}
+    for ranks, setup in {"four": call_sites.Setup(dp_size=4, dp_rank=rank), "one": call_sites.Setup()}.items():
+        forget()
+        sites = [site for site in layers(calls, setup) if site.kernel == "trtllm_fp8_per_tensor_scale_moe"]
+        with tempfile.TemporaryDirectory() as cache, without_measuring(), quiet():
+            os.environ["VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"] = cache
+            warm_up(8192, running(sites, calls), setup.dp_size == 1, setup.dp_rank, setup.dp_size)
+            files = sorted(path for path in pathlib.Path(cache).rglob("*") if path.is_file())
+            found[ranks] = {str(file.relative_to(cache)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return found
+
+
+def kept(arrangement: str, calls: list[no_gpu.Call], rank: int) -> dict[str, dict[str, dict[str, str]]]:
+    """:func:`kept_in_folder` before vLLM's own loader loads plugins, and after. Changes the process."""
+    import vllm_moe_tune_plugin
+
+    # Before as well, since the identity of vLLM 0.26 counts VLLM_PLUGINS itself.
+    os.environ.update(ARRANGEMENTS[arrangement])
+    before = kept_in_folder(calls, rank)
+    importlib.import_module("vllm.plugins").load_general_plugins()
+    if arrangement == "unregistered":
+        assert vllm_moe_tune_plugin.status()
+        vllm_moe_tune_plugin.unregister()
+    return {"stock": before, "own": kept_in_folder(calls, rank)}
+
+
+def kept_by_each(calls: list[no_gpu.Call], rank: int) -> dict[str, dict[str, dict[str, dict[str, str]]]]:
+    """:func:`kept` of every arrangement."""
+    call_sites.find_call_sites()  # reads all of vLLM's sources, once for all processes
+    found = {}
+    for arrangement in ARRANGEMENTS:
+        # A process each, forked, because to import vLLM takes far longer than all the rest.
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            found[arrangement] = pool.apply(kept, (arrangement, calls, rank))
+    return found
+
+
+def one_of_four(rank: int, free: int) -> dict[str, Any]:
+    """What one rank tunes with the plugin, under which folders it is kept, and what a second start measures."""
     import vllm_moe_tune_plugin
     from vllm_moe_tune_plugin.tactics import UntunedCalls
 
     calls = start(plugin=False)
     autotuner = importlib.import_module("flashinfer.autotuner")
     tuner = autotuner.AutoTuner.get()
-    present = call_sites.find_call_sites()
-
-    def layers() -> list[call_sites.CallSite]:
-        """One place for each kernel, built anew as every engine does."""
-        everywhere = call_sites.Sites(call_sites.Setup(dp_size=4), calls, present).all()
-        return list({site.kernel: site for site in everywhere}.values())
-
+    setup = call_sites.Setup(dp_size=4, dp_rank=rank)
     measured: list[str] = []
 
     def measure_one(self: Any, runner: Any, *args: Any, **kwargs: Any) -> float:
@@ -379,30 +441,44 @@ def one_of_four(rank: int) -> dict[str, Any]:
 
     def start_engine() -> int:
         forget()
-        own = layers()
+        own = layers(calls, setup)
         measured.clear()
         with without_measuring(), quiet(), mock.patch.object(autotuner.AutoTuner, "_profile_single_kernel", measure_one):
-            warm_up(8192, running(own, calls), rank=rank)
+            warm_up(8192, running(own, calls), rank=rank, ranks=setup.dp_size)
         return len(measured)
 
-    def no_memory_read(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("the free memory of one rank must not matter")
+    def buckets() -> dict[str, dict[str, Any]]:
+        """Each kernel's bound in serving, and the buckets that FlashInfer's cache has for it."""
+        found: dict[str, dict[str, Any]] = {}
+        for site in layers(calls, setup):
+            asked: dict[int, list[Asked]] = {}
+            for probe in PROBES:
+                with asking(asked.setdefault(probe, []).append):
+                    site.run(num_tokens=probe)
+                calls.clear()
+            lookup = Lookup(*(calls_of[0] for calls_of in asked.values()))
+            found[site.kernel] = {"bound": lookup.bucket(1 << 30), "tuned": sorted(lookup.tuned_buckets())}
+        return found
 
-    with tempfile.TemporaryDirectory() as cache, mock.patch.object(torch.cuda, "mem_get_info", no_memory_read):
+    with tempfile.TemporaryDirectory() as cache, reporting_free(free):
+        by_arrangement = kept_by_each(calls, rank)
         os.environ["VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"] = cache
 
         def folders() -> set[str]:
             return {path.parent.name for path in pathlib.Path(cache).rglob("*.json")}
 
         stock = start_engine()
+        stock_buckets = buckets()
         stock_folders = folders()
         vllm_moe_tune_plugin.register()
         tuned = start_engine()
+        tuned_buckets = buckets()
         keys = sorted(
             str((key[0], key[1], key[3:]) if isinstance(key, tuple) else key.file_key) for key in tuner.profiling_cache
         )
         own_folders = folders() - stock_folders
         again = start_engine()
+        states = {tuning["name"]: tuning["state"] for tuning in vllm_moe_tune_plugin.status()}
         vllm_moe_tune_plugin.unregister()
         stock_again = start_engine()
         after = folders()
@@ -410,7 +486,7 @@ def one_of_four(rank: int) -> dict[str, Any]:
     counter = UntunedCalls()
     patch = counter.patch()
     patch.attempt()
-    site = next(site for site in layers() if site.kernel == "trtllm_fp8_per_tensor_scale_moe")
+    site = next(site for site in layers(calls, setup) if site.kernel == "trtllm_fp8_per_tensor_scale_moe")
     forget()
     site.run(num_tokens=7)
     before_tuning = counter.as_json()
@@ -426,8 +502,11 @@ def one_of_four(rank: int) -> dict[str, Any]:
     untuned = counter.as_json()
     patch.undo()
     return {
+        "states": states,
         "profiles": {"stock": stock, "tuned": tuned, "again": again, "stock_again": stock_again},
+        "buckets": {"stock": stock_buckets, "tuned": tuned_buckets},
         "folders": {"stock": sorted(stock_folders), "own": sorted(own_folders), "after": sorted(after)},
+        "kept": by_arrangement,
         "keys": keys,
         "untuned": {"before": before_tuning, "tuned": while_tuned, "lost": untuned},
     }
@@ -465,6 +544,7 @@ def main() -> None:
     parser.add_argument("--configurations", default="")
     parser.add_argument("--look", default="[]", help="servings of which the coverage model is asked as well")
     parser.add_argument("--rank", type=int)
+    parser.add_argument("--free", type=int, default=0, help="bytes of GPU memory that the rank is told to be free")
     parser.add_argument("--merge", action="store_true")
     options = parser.parse_args()
     if options.merge:
@@ -481,7 +561,7 @@ def main() -> None:
         looks = [coverage.look(coverage.Serving(**serving)).as_json() for serving in json.loads(options.look)]
         answer |= {"looked": looks} if looks else {}
     else:
-        answer = one_of_four(options.rank)
+        answer = one_of_four(options.rank, options.free)
     options.output.write_text(json.dumps(answer, indent=1))
 
 

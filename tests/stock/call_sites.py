@@ -46,6 +46,7 @@ class Setup:
     hidden: int = 256
     intermediate: int = 128
     dp_size: int = 1
+    dp_rank: int = 0
     max_num_tokens: int = 8192
     elastic_ep_max_dp_size: int | None = None
 
@@ -193,7 +194,7 @@ def moe_config(setup: Setup, routing: str = "Renormalize", enable_eplb: bool = F
         pcp_size=1,
         pcp_rank=0,
         dp_size=setup.dp_size,
-        dp_rank=0,
+        dp_rank=setup.dp_rank,
         ep_size=1,
         ep_rank=0,
         sp_size=1,
