@@ -231,6 +231,8 @@ def test_cutlass_gets_the_floor_unless_asked_for_more(install, monkeypatch, sett
     serving.configure()
     assert serving.experts("flashinfer_cutlass_moe", "FlashInferExperts") == expected
     assert serving.experts("flashinfer_cutlass_moe", "FlashInferExperts", max_capture_size=64) == expected
+    most = "max_num_batched_tokens * dp_size" if setting == "1" else FLOOR
+    assert f"CUTLASS profiles up to {most} tokens" in fake_stack.patches()["flashinfer.fused_moe:cutlass_fused_moe"].reason
     above = serving.experts("flashinfer_cutlass_moe", "FlashInferExperts", max_capture_size=20_000)
     assert above == (20_000 if setting == "1" else FLOOR), "one value for the family unless the user asks for more"
 

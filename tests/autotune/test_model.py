@@ -17,7 +17,7 @@ from vllm_moe_tune_plugin.coverage import Buckets, Serving
 from vllm_moe_tune_plugin.ledger import State
 from vllm_moe_tune_plugin.patching import Around, Convert, Patch
 from vllm_moe_tune_plugin.settings import Settings
-from vllm_moe_tune_plugin.tunings import cache_identity, warmup_buckets
+from vllm_moe_tune_plugin.tunings import autotune_bucket, cache_identity, warmup_buckets
 
 BUCKETS = st.sets(st.integers(1, 400), min_size=1, max_size=12).map(lambda found: tuple(sorted(found)))
 
@@ -66,6 +66,15 @@ def test_cutlass_takes_the_memory_that_ended_an_engine():
     serving = Serving(32768, hidden_size=6144, intermediate_size=2048, num_experts=256, top_k=8, quantization="nvfp4")
     more = [coverage.profile_bytes("cutlass_fused_moe", tokens, serving, "nvfp4") for tokens in (8192, 32768)]
     assert 12.22 - 9.68 < (more[1] - more[0]) / 2**30 < 4
+
+
+@pytest.mark.parametrize(("quantization", "width"), [("bf16", 2), ("fp8_tensor", 1), ("nvfp4", 0.5)])
+@pytest.mark.parametrize(("hidden", "inner"), [(7168, 2048), (2048, 768), (4096, 14336)])
+def test_what_doctor_says_of_cutlass_memory_is_what_coverage_says(quantization, width, hidden, inner):
+    serving = Serving(32768, hidden_size=hidden, intermediate_size=inner, top_k=8, quantization=quantization)
+    said = eval(autotune_bucket.CUTLASS_BYTES, {"top_k": 8, "hidden": hidden, "inner": inner, "width": width, "max": max})
+    counted = coverage.profile_bytes("cutlass_fused_moe", 32768, serving, quantization)
+    assert said * 32768 == pytest.approx(counted, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from vllm_moe_tune_plugin.tunings import NAMES
+from vllm_moe_tune_plugin.tunings.autotune_bucket import CUTLASS_BYTES
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs stock vLLM", allow_module_level=True)
@@ -37,6 +38,13 @@ def test_doctor_shows_every_patch() -> None:
         assert re.search(rf"^{name}: (applied|native|unsupported)", result.stdout, re.MULTILINE), name
     assert "fused_moe:fused_experts_impl: native" in result.stdout
     assert "PR 53186" in result.stdout
+
+
+def test_doctor_says_what_a_larger_cutlass_bucket_asks_for() -> None:
+    look = json.loads(command("doctor", "--json", MOE_TUNE_CUTLASS_BUCKET="1").stdout)
+    reason = next(tuning["reason"] for tuning in look["tunings"] if tuning["name"] == "autotune_bucket")
+    assert f"about {CUTLASS_BYTES} bytes of GPU memory for each" in reason
+    assert "`vllm-moe-tune coverage --cutlass-bucket`" in reason
 
 
 def test_doctor_as_json_without_some_tunings() -> None:

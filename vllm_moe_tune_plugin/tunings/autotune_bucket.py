@@ -91,6 +91,10 @@ CALLERS = (
     "vllm.models.muse_spark.nvidia.muse_moe_runner",
 )
 
+#: About how many bytes of GPU memory CUTLASS's profiling keeps for each token of the largest bucket: the tokens' share of
+#: :func:`coverage.profile_bytes`, for readers. ``width``: bytes of one activation.
+CUTLASS_BYTES = "top_k * ((hidden + inner) * width + 2 * max(2 * inner, hidden))"
+
 # The most tokens that one launch of the kernel below can take; None: no bound is known.
 _launch_limit: contextvars.ContextVar[int | None] = contextvars.ContextVar("moe_tune_launch_limit", default=None)
 
@@ -163,6 +167,15 @@ def _learn_from_configs(estimate: Estimate) -> Patch:
     return Patch(f"{LAYERS}.fused_moe.config:FusedMoEConfig.__post_init__", decide, serves=True)
 
 
+def _cutlass_memory(beyond_floor: bool) -> str:
+    """What ``doctor``, which knows no model, says of the memory that the CUTLASS bucket asks for."""
+    most, option = ("max_num_batched_tokens * dp_size", " --cutlass-bucket") if beyond_floor else (str(FLOOR), "")
+    return (
+        f"CUTLASS profiles up to {most} tokens and keeps about {CUTLASS_BYTES} bytes of GPU memory for each; "
+        f"`vllm-moe-tune coverage{option}` says how much that is"
+    )
+
+
 def _tune(kernel: str, estimate: Estimate, beyond_floor: bool, loses_buckets: bool) -> Patch:
     def decide(function: Any) -> Advice | Verdict:
         callers = calls(kernel)
@@ -177,7 +190,10 @@ def _tune(kernel: str, estimate: Estimate, beyond_floor: bool, loses_buckets: bo
             if loses_buckets:
                 return unsupported("warm-up would not tune what this bound looks up: warmup_buckets is off")
         elif not any("max_capture_size" in names for names in callers.values()):
-            return native(f"FlashInfer's {FLOOR} holds; more only with MOE_TUNE_CUTLASS_BUCKET=1 (memory, PR 53186)")
+            return native(
+                f"FlashInfer's {FLOOR} holds; more only with MOE_TUNE_CUTLASS_BUCKET=1 (memory, PR 53186: "
+                "`vllm-moe-tune coverage --cutlass-bucket` says how much)"
+            )
         argument = Argument(function, "tune_max_num_tokens")
         powers_of_two = tunes_powers_of_two_only()
 
@@ -189,7 +205,7 @@ def _tune(kernel: str, estimate: Estimate, beyond_floor: bool, loses_buckets: bo
             value = bucket(given if beyond_floor else None, expected, _launch_limit.get(), powers_of_two)
             return argument.put(args, kwargs, value) if value != given else None
 
-        return Rewrite(inject)
+        return Rewrite(inject, note=_cutlass_memory(beyond_floor) if kernel == CUTLASS else "")
 
     return Patch(
         f"flashinfer.fused_moe:{kernel}",
