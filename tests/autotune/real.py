@@ -33,6 +33,7 @@ from typing import Any
 from unittest import mock
 
 from vllm_moe_tune_plugin import coverage, no_gpu
+from vllm_moe_tune_plugin.tactics import WARM_UP
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "stock"))
 import call_sites
@@ -159,8 +160,6 @@ def warm_up(
         managed: let FlashInfer manage the cache where vLLM knows that (one rank only, 0.33).
         rank, ranks: which data-parallel rank of how many the engine's configuration says that this is.
     """
-    import torch
-
     config = importlib.import_module("vllm.config")
     engine = config.VllmConfig()
     engine.scheduler_config.max_num_batched_tokens = batched_tokens
@@ -168,23 +167,29 @@ def warm_up(
     engine.parallel_config.enable_elastic_ep = not managed
     engine.parallel_config.data_parallel_rank = rank
     engine.parallel_config.data_parallel_size = ranks
+    groups = {f"vllm.distributed.parallel_state:get_{name}_group": one_rank for name in ("world", "tp", "pp")}
+    groups |= {f"{WARM_UP}:get_{name}_group": one_rank for name in ("world", "tp", "pp")}
+    groups["vllm.distributed.parallel_state:get_node_count"] = lambda: 1
+    with faked(groups):
+        autotune(engine, dummy_run)
+
+
+def autotune(engine: Any, dummy_run: Callable[[int], None]) -> None:
+    """vLLM's own warm-up of FlashInfer, in the process groups that vLLM knows."""
+    import torch
+
     model = torch.nn.Module()
     runner = types.SimpleNamespace(
         vllm_config=engine,
         scheduler_config=engine.scheduler_config,
         parallel_config=engine.parallel_config,
         max_num_reqs=256,
-        max_num_tokens=batched_tokens,
+        max_num_tokens=engine.scheduler_config.max_num_batched_tokens,
         get_model=lambda: model,
         model=model,
         _dummy_run=lambda num_tokens, **kwargs: dummy_run(num_tokens),
     )
-    groups = {f"vllm.distributed.parallel_state:get_{name}_group": one_rank for name in ("world", "tp", "pp")}
-    here = importlib.import_module("vllm.model_executor.warmup.kernel_warmup")
-    groups |= {f"{here.__name__}:get_{name}_group": one_rank for name in ("world", "tp", "pp")}
-    groups["vllm.distributed.parallel_state:get_node_count"] = lambda: 1
-    with faked(groups):
-        here.flashinfer_autotune(runner)
+    importlib.import_module(WARM_UP).flashinfer_autotune(runner)
 
 
 def forget() -> None:
@@ -376,6 +381,12 @@ def layers(calls: list[no_gpu.Call], setup: call_sites.Setup) -> list[call_sites
     return list({site.kernel: site for site in everywhere}.values())
 
 
+def site_of(kernel: str, calls: list[no_gpu.Call], setup: call_sites.Setup) -> call_sites.CallSite:
+    """The first place that calls a kernel."""
+    everywhere = call_sites.Sites(setup, calls, call_sites.find_call_sites()).all()
+    return next(site for site in everywhere if site.kernel == kernel)
+
+
 #: Ways to start an engine with the plugin installed, as the environment that vLLM's loader sees.
 ARRANGEMENTS: dict[str, dict[str, str]] = {
     "on": {},
@@ -390,7 +401,7 @@ def kept_in_folder(calls: list[no_gpu.Call], rank: int) -> dict[str, dict[str, s
     found = {}
     for ranks, setup in {"four": call_sites.Setup(dp_size=4, dp_rank=rank), "one": call_sites.Setup()}.items():
         forget()
-        sites = [site for site in layers(calls, setup) if site.kernel == "trtllm_fp8_per_tensor_scale_moe"]
+        sites = [site_of("trtllm_fp8_per_tensor_scale_moe", calls, setup)]
         with tempfile.TemporaryDirectory() as cache, without_measuring(), quiet():
             os.environ["VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"] = cache
             warm_up(8192, running(sites, calls), setup.dp_size == 1, setup.dp_rank, setup.dp_size)
@@ -486,7 +497,7 @@ def one_of_four(rank: int, free: int) -> dict[str, Any]:
     counter = UntunedCalls()
     patch = counter.patch()
     patch.attempt()
-    site = next(site for site in layers(calls, setup) if site.kernel == "trtllm_fp8_per_tensor_scale_moe")
+    site = site_of("trtllm_fp8_per_tensor_scale_moe", calls, setup)
     forget()
     site.run(num_tokens=7)
     before_tuning = counter.as_json()

@@ -47,6 +47,8 @@ class Setup:
     intermediate: int = 128
     dp_size: int = 1
     dp_rank: int = 0
+    parallel: Any = None
+    """The FusedMoEParallelConfig of a rank that is one of several; otherwise one is made of the data-parallel ranks alone"""
     max_num_tokens: int = 8192
     elastic_ep_max_dp_size: int | None = None
 
@@ -187,7 +189,7 @@ def moe_config(setup: Setup, routing: str = "Renormalize", enable_eplb: bool = F
 
     config = importlib.import_module(LAYERS + "fused_moe.config")
     fields = {field.name for field in dataclasses.fields(config.FusedMoEConfig)}
-    parallel = call(
+    parallel = setup.parallel or call(
         config.FusedMoEParallelConfig,
         tp_size=1,
         tp_rank=0,
