@@ -7,6 +7,7 @@ import inspect
 import random
 import sys
 import types
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -469,7 +470,7 @@ def test_calls_of_another_kind_stay_stock(on_gpu: None, changes: dict[str, Any])
 
 
 @pytest.mark.parametrize(("value", "state"), [("1", "unsupported"), ("0", "applied"), (None, "applied")])
-def test_batch_invariance_keeps_it_off(monkeypatch: pytest.MonkeyPatch, value: str | None, state: str) -> None:
+def test_batch_invariance_keeps_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None, state: str) -> None:
     def apply(self: Any, **arguments: Any) -> None: ...
 
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("self", *decode_kernel._PARAMETERS)]
@@ -480,7 +481,7 @@ def test_batch_invariance_keeps_it_off(monkeypatch: pytest.MonkeyPatch, value: s
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     if value is not None:
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
-    patch = Patch("module:TritonExperts.apply", decode_kernel._decide("module:TritonExperts.apply", None))
+    patch = Patch("module:TritonExperts.apply", decode_kernel._decide("module:TritonExperts.apply", None, tmp_path))
     patch.attempt()
     assert patch.state == state
     assert patch.undo()

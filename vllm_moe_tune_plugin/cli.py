@@ -16,6 +16,7 @@ from vllm_moe_tune_plugin.bench.cli import bench
 from vllm_moe_tune_plugin.coverage_cli import coverage
 from vllm_moe_tune_plugin.ledger import State
 from vllm_moe_tune_plugin.settings import HELP
+from vllm_moe_tune_plugin.tune_cli import tune
 
 _COLOURS = {
     State.APPLIED: "green",
@@ -35,6 +36,7 @@ def main() -> None:
 
 main.add_command(bench)
 main.add_command(coverage)
+main.add_command(tune)
 
 
 @main.command()

@@ -17,6 +17,7 @@ HELP: Mapping[str, str] = {
     "MOE_TUNE_LOG": "`debug`: one line for every patch, in every process",
     "MOE_TUNE_STATUS_DIR": "a folder: each worker leaves its states and call counts there as JSON",
     "MOE_TUNE_DECODE_TOKENS": "a number: most tokens for the decode kernel instead of what was measured; `0`: never",
+    "MOE_TUNE_CACHE_DIR": "the folder of what `vllm-moe-tune tune` found; without it, the user's cache",
     "MOE_TUNE_CUTLASS_BUCKET": "`1`: also raise the CUTLASS experts' bucket above 8192 (costs memory, vLLM PR 53186)",
 }
 
@@ -33,6 +34,7 @@ class Settings:
         log: ``info`` or ``debug``.
         status_dir: the folder in which each worker leaves its states, empty for none.
         decode_tokens: the decode kernel's window in tokens, None for what was measured.
+        cache_dir: the folder of what `vllm-moe-tune tune` found, empty for the user's cache.
         cutlass_bucket: let the autotune bucket of FlashInfer's CUTLASS experts exceed 8192 tokens.
         complaints: one sentence for each value that means nothing, for the log.
     """
@@ -41,6 +43,7 @@ class Settings:
     log: str = "info"
     status_dir: str = ""
     decode_tokens: int | None = None
+    cache_dir: str = ""
     cutlass_bucket: bool = False
     complaints: tuple[str, ...] = field(default=(), compare=False)
 
@@ -87,6 +90,7 @@ class Settings:
             log=log if log == "debug" else "info",
             status_dir=environ.get("MOE_TUNE_STATUS_DIR", "").strip(),
             decode_tokens=decode_tokens,
+            cache_dir=environ.get("MOE_TUNE_CACHE_DIR", "").strip(),
             cutlass_bucket=cutlass in _TRUE,
             complaints=tuple(complaints),
         )

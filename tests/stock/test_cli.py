@@ -75,3 +75,21 @@ def test_selftest_passes() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"^([1-9]\d+) passed, 0 failed$", result.stdout, re.MULTILINE)
     assert "decode_kernel" in result.stdout
+
+
+def test_tune_searches_and_keeps_what_it_found(tmp_path) -> None:
+    """The whole path in the interpreter, where stock always wins."""
+    result = command("tune", "--shape", "8,2,16,32", "--seconds", "12", "--interpret", "-v", "--cache-dir", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert int(re.search(r"(\d+) tiles tried", result.stdout)[1]) > 1
+    assert "stays stock" in result.stdout
+    (layer,) = json.loads((tmp_path / "interpreter.json").read_text())["layers"]
+    assert layer["tokens"] == 0
+    assert layer["problem"] == {
+        "num_experts": 8,
+        "local_experts": 8,
+        "top_k": 2,
+        "intermediate": 16,
+        "hidden": 32,
+        "dtype": "bf16",
+    }

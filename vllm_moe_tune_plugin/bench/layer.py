@@ -302,7 +302,7 @@ def run(job: Job, machine: Machine, results: Results, progress: Callable[[dict[s
     import torch
 
     shapes = {shape.name: shape for shape in job.shapes}
-    with torch.inference_mode(), _vllm_config():
+    with torch.inference_mode(), vllm_config():
         if "bandwidth" not in results.data:
             results.data["bandwidth"] = machine.copy_bandwidth()
         for part in _by_weights(key for key in job.row_keys() if not results.has(key)):
@@ -312,11 +312,11 @@ def run(job: Job, machine: Machine, results: Results, progress: Callable[[dict[s
             if problem:
                 outcome = {"status": "unsupported", "reason": problem}
             else:
-                outcome = _guarded(_make_layers, layers, shape, dtype, ep, machine)
+                outcome = guarded(make_layers, layers, shape, dtype, ep, machine)
             for key in part:
                 row = {"key": key, "problem": _problem(shape), **outcome}
                 if outcome["status"] == "ok":
-                    row |= _guarded(_measure, job, machine, layers, key, results.data["bandwidth"])
+                    row |= guarded(measure, job, machine, layers, key, results.data["bandwidth"])
                 results.add(row)
                 progress(row)
                 _check_alive(machine)
@@ -326,7 +326,7 @@ def run(job: Job, machine: Machine, results: Results, progress: Callable[[dict[s
 
 
 @contextlib.contextmanager
-def _vllm_config() -> Iterator[None]:
+def vllm_config() -> Iterator[None]:
     """An engine's configuration: custom ops and experts ask for it when they are built."""
     import importlib
 
@@ -352,7 +352,7 @@ def _problem(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _guarded(step: Callable[..., Mapping[str, Any] | None], *arguments: Any) -> dict[str, Any]:
+def guarded(step: Callable[..., Mapping[str, Any] | None], *arguments: Any) -> dict[str, Any]:
     """A step's result, or why there is none."""
     import torch
 
@@ -379,7 +379,7 @@ def _check_alive(machine: Machine) -> None:
             raise BenchError(f"the GPU is lost for this process, run again to go on: {str(error).splitlines()[0]}") from error
 
 
-def _make_layers(layers: list[experts.Layer], shape: Shape, dtype: str, ep: int, machine: Machine) -> None:
+def make_layers(layers: list[experts.Layer], shape: Shape, dtype: str, ep: int, machine: Machine) -> None:
     import torch
 
     expert = shape.expert_bytes(dtype)
@@ -392,16 +392,20 @@ def _make_layers(layers: list[experts.Layer], shape: Shape, dtype: str, ep: int,
         layers.append(experts.Layer(shape, dtype, experts.Weights.random(shape, dtype, machine.device), ep, machine.device))
 
 
-def _measure(
+def calls_of(layers: int, machine: Machine, tokens: int) -> int:
+    """How many calls a program makes: each layer one, or several where a graph would be short."""
+    graphs = machine.device.type == "cuda"
+    return layers * (-(-MIN_CALLS // layers) if graphs and tokens <= FEW_TOKENS else 1)
+
+
+def measure(
     job: Job, machine: Machine, layers: Sequence[experts.Layer], key: Mapping[str, Any], bandwidth: float
 ) -> dict[str, Any]:
     """One row."""
     import torch
 
     shape, tokens, dtype, device = layers[0].shape, key["tokens"], key["dtype"], machine.device
-    graphs = device.type == "cuda"
-    turns = -(-MIN_CALLS // len(layers)) if graphs and tokens <= FEW_TOKENS else 1
-    calls = len(layers) * turns
+    calls = calls_of(len(layers), machine, tokens)
     ids, weights = draw_routing(shape, key["routing"], calls, tokens, device)
     hidden_states = torch.randn(calls, tokens, shape.hidden, dtype=experts.torch_dtype(dtype), device=device)
 

@@ -4,10 +4,11 @@ What: where ``TritonExperts.apply`` is called with few tokens, :mod:`vllm_moe_tu
 layer: gate and up projections with the activation, then the down projection with the router-weighted sum. No sorting, no
 intermediate round trips, no separate activation and sum, fp32 accumulation, the same bits in every run.
 
-When: on Hopper, for weights in bf16, fp16 or fp8 (scales for each tensor, channel or block), with or without expert
-parallelism, where every condition is proven (:func:`why_stock` says which one is not), and only up to the number of tokens at
-which it was measured to win (:func:`window`). With fp8 the activated rows between the two projections stay in the output's
-type where stock quantises them once more: the result is nearer to the exact one. ``MOE_TUNE_DECODE_TOKENS`` sets another
+When: for weights in bf16, fp16 or fp8 (scales for each tensor, channel or block), with or without expert parallelism, where
+every condition is proven (:func:`why_stock` says which one is not), and only up to the number of tokens at which it was
+measured to win: on Hopper by :func:`window`, on any GPU by what ``vllm-moe-tune tune`` found there. With fp8 the activated
+rows between the two projections stay in the output's type where stock quantises them once more: the result is nearer to the
+exact one. ``MOE_TUNE_DECODE_TOKENS`` sets another
 number of tokens, on any GPU. Everything else is exactly stock. A subclass of ``TritonExperts`` keeps its
 own behaviour, and so does an instance of which a step was replaced (LoRA).
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,11 +28,13 @@ from typing import Any
 
 import torch
 
+from vllm_moe_tune_plugin import tuned_tiles
 from vllm_moe_tune_plugin.kernels import scales
 from vllm_moe_tune_plugin.kernels.scales import Scale
 from vllm_moe_tune_plugin.patching import STOCK, Advice, Args, Kwargs, Patch, Replace, Verdict, unsupported
 from vllm_moe_tune_plugin.settings import Settings
 from vllm_moe_tune_plugin.stack import Argument, first_existing
+from vllm_moe_tune_plugin.tuned_tiles import Entry, Problem
 from vllm_moe_tune_plugin.tunings.tuple_routing import runs_triton
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
@@ -50,6 +54,8 @@ SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT = 1.702, 7.0
 SMALL_EXPERT = 12 << 20
 #: Small experts, and large ones: how many times more experts than (token, expert) pairs there must be, and the most tokens.
 SMALL, LARGE = (2, 16), (4, 8)
+#: The types of weights, as a search names them.
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 #: The compute capability of the GPUs on which they were measured (Hopper).
 MEASURED_ON = (9, 0)
 
@@ -213,7 +219,7 @@ def _host_resident(module: Any) -> Callable[[torch.Tensor, torch.Tensor], bool]:
     return answer
 
 
-def _decide(target: str, decode_tokens: int | None) -> Callable[[Any], Advice | Verdict]:
+def _decide(target: str, decode_tokens: int | None, folder: pathlib.Path) -> Callable[[Any], Advice | Verdict]:
     def decide(function: Any) -> Advice | Verdict:
         if torch.version.hip is not None:
             return unsupported("written for NVIDIA GPUs")
@@ -223,21 +229,19 @@ def _decide(target: str, decode_tokens: int | None) -> Callable[[Any], Advice | 
         stock_class, host_resident = module.TritonExperts, _host_resident(module)
         arguments = [Argument(function, name) for name in _PARAMETERS]
         ids = Argument(function, "topk_ids")
-        most = max(SMALL[1], LARGE[1]) if decode_tokens is None else decode_tokens
+        most = tuned_tiles.MOST_TOKENS if decode_tokens is None else decode_tokens
 
         def instead(experts: Any, args: Args, kwargs: Kwargs) -> Any:
-            tokens, top_k = ids.get(args, kwargs).shape
+            tokens = ids.get(args, kwargs).size(0)
             if not 0 < tokens <= most:
                 return STOCK
             call = Call(*(argument.get(args, kwargs) for argument in arguments))
             if why_stock(experts, call, stock_class) or host_resident(call.w1, call.w2):
                 return STOCK
-            expert_bytes = (call.w1.numel() + call.w2.numel()) // call.w1.size(0) * call.w1.element_size()
-            if decode_tokens is None and not (
-                _is_measured(call.w1.device) and tokens <= window(call.w1.size(0), top_k, expert_bytes)
-            ):
+            found = tuned_tiles.look_up(folder, gpu_name(call.w1.device), _problem(experts, call))
+            if decode_tokens is None and tokens > (_window(call) if found is None else found.tokens):
                 return STOCK
-            _run(experts, call)
+            _run(experts, call, found)
             return None
 
         return Replace(instead)
@@ -251,13 +255,33 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return major, minor
 
 
-def _is_measured(device: torch.device) -> bool:
-    """Whether the window holds for a device; on the CPU, Triton's interpreter has no speed to lose."""
-    return device.type == "cpu" or _capability(device) == MEASURED_ON
+@functools.cache
+def gpu_name(device: torch.device) -> str:
+    """By which the results of a search are kept."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
 
 
-def _run(experts: Any, call: Call) -> None:
-    from vllm_moe_tune_plugin.kernels.decode_moe import decode_moe
+def _window(call: Call) -> int:
+    """The window where nobody has searched: as measured on Hopper, and nothing on another GPU."""
+    device = call.w1.device
+    if device.type == "cuda" and _capability(device) != MEASURED_ON:
+        return 0
+    experts = call.w1.size(0)
+    expert_bytes = (call.w1.numel() + call.w2.numel()) // experts * call.w1.element_size()
+    return window(experts, call.topk_ids.size(1), expert_bytes)
+
+
+def _problem(experts: Any, call: Call) -> Problem:
+    local, _, hidden = call.w1.shape
+    dtype = DTYPES[call.w1.dtype]
+    if dtype == "fp8" and experts.block_shape is not None:
+        dtype = "fp8-block"
+    everywhere = local if call.expert_map is None else call.expert_map.numel()
+    return Problem(everywhere, local, call.topk_ids.size(1), call.w2.size(2), hidden, dtype)
+
+
+def _run(experts: Any, call: Call, found: Entry | None) -> None:
+    from vllm_moe_tune_plugin.kernels.decode_moe import Tiles, decode_moe
 
     activation, interleaved = ACTIVATIONS[call.activation_name]
     device, quant = call.w1.device, experts.quant_config
@@ -281,9 +305,11 @@ def _run(experts: Any, call: Call) -> None:
         alpha=SWIGLUOAI_ALPHA,
         limit=SWIGLUOAI_LIMIT,
         pdl=device.type == "cuda" and _capability(device) >= (9, 0),
+        tiles=None if found is None else Tiles(**found.tiles),
     )
 
 
 def patches(settings: Settings) -> Sequence[Patch]:
     target = first_existing(f"{FUSED_MOE}.experts.triton_moe:TritonExperts.apply", f"{FUSED_MOE}.fused_moe:TritonExperts.apply")
-    return (Patch(target, _decide(target, settings.decode_tokens)),)
+    folder = pathlib.Path(settings.cache_dir) if settings.cache_dir else tuned_tiles.default_folder()
+    return (Patch(target, _decide(target, settings.decode_tokens, folder)),)

@@ -1,0 +1,217 @@
+"""``vllm-moe-tune tune``: the search, what is kept of it, and that engines take it up."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from test_decode_moe import Experts, call
+
+from vllm_moe_tune_plugin import tuned_tiles
+from vllm_moe_tune_plugin.bench import search
+from vllm_moe_tune_plugin.bench.schema import BenchError
+from vllm_moe_tune_plugin.cli import main
+from vllm_moe_tune_plugin.patching import Patch
+from vllm_moe_tune_plugin.tune_cli import layer_of_model
+from vllm_moe_tune_plugin.tuned_tiles import LIMITS, Entry, Problem
+from vllm_moe_tune_plugin.tunings import decode_kernel
+
+TILES = {
+    "up_rows": 2,
+    "up_columns": 1024,
+    "up_warps": 2,
+    "down_rows": 2,
+    "down_columns": 512,
+    "down_warps": 1,
+    "down_ahead": 6,
+}
+PROBLEM = Problem(6, 6, 2, 16, 32, "bf16")  # that of test_decode_moe.call()
+
+powers = st.integers(0, 4).map(lambda exponent: 2**exponent)
+any_tiles = st.fixed_dictionaries({name: st.integers(1, 64) if name == "down_ahead" else powers for name in LIMITS}).map(
+    lambda tiles: {**tiles, "up_columns": 256 * tiles["up_columns"], "down_columns": 256 * tiles["down_columns"]}
+)
+
+
+# --- the search
+
+
+@given(any_tiles, st.sampled_from([4, 8, 16]))
+def test_every_neighbour_is_one_that_an_engine_would_take(tiles: dict[str, int], vector: int) -> None:
+    found = list(search.neighbours(tiles, vector))
+    assert found
+    assert tiles not in found
+    for neighbour in found:
+        assert Entry(1, neighbour).tiles == neighbour
+
+
+@given(any_tiles)
+def test_climbing_never_ends_on_something_slower(start: dict[str, int]) -> None:
+    """And reaches the top where there is one hill."""
+
+    def took(tiles: dict[str, int]) -> float:
+        return 1.0 + sum(abs(tiles[name].bit_length() - 3) for name in ("up_rows", "down_rows", "up_warps", "down_warps"))
+
+    best, speed_up, tried = search.climb(took, start, 4, seconds=60)
+    assert took(best) == 1.0
+    assert speed_up == took(start) / took(best)
+    assert tried > 1
+
+
+def test_climbing_ends_when_its_time_is_over() -> None:
+    best, speed_up, tried = search.climb(lambda tiles: 1.0 / tiles["up_rows"], TILES, 8, seconds=0)
+    assert (best, speed_up, tried) == (TILES, 1.0, 1)
+
+
+def test_tiles_that_do_not_compile_are_not_taken() -> None:
+    best, _, _ = search.climb(lambda tiles: 1.0 if tiles["up_rows"] == 2 else float("inf"), TILES, 8, seconds=60)
+    assert best["up_rows"] == 2
+
+
+@pytest.mark.parametrize(
+    ("ratios", "tokens"), [([1.4, 1.2, 1.1], 4), ([1.4, 1.2, 0.99], 2), ([1.4, 0.9, 1.1], 1), ([1.0, 1.2, 1.1], 0)]
+)
+def test_the_window_ends_before_the_first_loss(ratios: list[float], tokens: int) -> None:
+    rows = [{"key": {"tokens": size}, "ratio": ratio} for size, ratio in zip((1, 2, 4), ratios, strict=True)]
+    assert search.window(rows) == tokens
+
+
+# --- what is kept
+
+
+def test_what_is_saved_is_found_again(tmp_path: Path) -> None:
+    other = dataclasses.replace(PROBLEM, dtype="fp8-block")
+    assert tuned_tiles.look_up(tmp_path, "NVIDIA L4", PROBLEM) is None
+    path = tuned_tiles.save(tmp_path, "NVIDIA L4", PROBLEM, Entry(2, TILES))
+    tuned_tiles.save(tmp_path, "NVIDIA L4", other, Entry(0, TILES), ratios={"1": 0.9})
+    tuned_tiles.save(tmp_path, "NVIDIA L4", PROBLEM, Entry(4, TILES))
+    assert path.name == "nvidia-l4.json"
+    assert tuned_tiles.look_up(tmp_path, "NVIDIA L4", PROBLEM) == Entry(4, TILES)
+    assert tuned_tiles.look_up(tmp_path, "NVIDIA L4", other) == Entry(0, TILES)
+    assert tuned_tiles.look_up(tmp_path, "NVIDIA L40", PROBLEM) is None
+    assert len(json.loads(path.read_text())["layers"]) == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["nvidia-l4.json"]
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        "no JSON",
+        [],
+        {"layers": [{"problem": {}, "tokens": 1, "tiles": TILES}]},
+        {"layers": [{"problem": dataclasses.asdict(PROBLEM), "tokens": 17, "tiles": TILES}]},
+        {"layers": [{"problem": dataclasses.asdict(PROBLEM), "tokens": 1, "tiles": {**TILES, "up_rows": 3}}]},
+        {"layers": [{"problem": dataclasses.asdict(PROBLEM), "tokens": 1, "tiles": {**TILES, "up_rows": 32}}]},
+        {"layers": [{"problem": dataclasses.asdict(PROBLEM), "tokens": 1, "tiles": {**TILES, "down_columns": 8}}]},
+        {"layers": [{"problem": dataclasses.asdict(PROBLEM), "tokens": 1, "tiles": {**TILES, "down_ahead": "6"}}]},
+        {"layers": [{"problem": dataclasses.asdict(PROBLEM), "tokens": 1, "tiles": {"up_rows": 2}}]},
+    ],
+)
+def test_a_file_that_makes_no_sense_is_told_and_left_aside(tmp_path: Path, caplog: Any, layers: Any) -> None:
+    tuned_tiles.file_of(tmp_path, "gpu").write_text(layers if isinstance(layers, str) else json.dumps(layers))
+    with caplog.at_level("WARNING", logger="vllm.moe_tune"):
+        assert tuned_tiles.look_up(tmp_path, "gpu", PROBLEM) is None
+        assert tuned_tiles.look_up(tmp_path, "gpu", PROBLEM) is None
+    assert len(caplog.records) == 1
+
+
+# --- engines take it up
+
+
+@pytest.fixture
+def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Call a patched ``TritonExperts.apply``; returns the tiles of the kernels, "formula", or "stock"."""
+    took: list[Any] = []
+
+    class TritonExperts(Experts):
+        def apply(self, **arguments: Any) -> None:
+            took.append("stock")
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("self", *decode_kernel._PARAMETERS)]
+    TritonExperts.apply.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    module = types.ModuleType("module")
+    module.TritonExperts = TritonExperts  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "module", module)
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    monkeypatch.setattr(decode_kernel, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(decode_kernel, "_run", lambda experts, call, found: took.append(found.tiles if found else "formula"))
+
+    def run(tokens: int, decode_tokens: int | None = None) -> Any:
+        patch = Patch(
+            "module:TritonExperts.apply", decode_kernel._decide("module:TritonExperts.apply", decode_tokens, tmp_path)
+        )
+        patch.attempt()
+        whole = call()
+        some = {
+            name: getattr(whole, name)[:1].repeat(tokens, 1) for name in ("output", "hidden_states", "topk_weights", "topk_ids")
+        }
+        scratch = torch.empty(tokens * 2 * 64, dtype=torch.bfloat16)
+        arguments = {name: getattr(whole, name) for name in decode_kernel._PARAMETERS} | some | {"workspace2": scratch}
+        TritonExperts().apply(**arguments)
+        assert patch.undo()
+        return took[-1]
+
+    return SimpleNamespace(run=run, folder=tmp_path)
+
+
+def test_without_a_search_the_formula_decides(layer: Any) -> None:
+    assert decode_kernel.window(6, 2, 3 * 16 * 32 * 2) == 1
+    assert [layer.run(tokens) for tokens in (1, 2)] == ["formula", "stock"]
+
+
+def test_what_was_found_decides_about_tiles_and_tokens(layer: Any) -> None:
+    tuned_tiles.save(layer.folder, "interpreter", PROBLEM, Entry(3, TILES))
+    assert [layer.run(tokens) for tokens in (1, 3, 4)] == [TILES, TILES, "stock"]
+    tuned_tiles.save(layer.folder, "interpreter", PROBLEM, Entry(0, TILES))
+    assert layer.run(1) == "stock"
+
+
+def test_the_setting_outweighs_what_was_found(layer: Any) -> None:
+    tuned_tiles.save(layer.folder, "interpreter", PROBLEM, Entry(1, TILES))
+    assert layer.run(4, decode_tokens=4) == TILES
+    assert layer.run(1, decode_tokens=0) == "stock"
+
+
+# --- which layer a model has
+
+QWEN = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
+
+def test_layer_of_a_model() -> None:
+    shape, dtype = layer_of_model(QWEN, tp=2)
+    assert (shape.num_experts, shape.top_k, shape.intermediate, shape.hidden, dtype) == (128, 8, 384, 2048, "bf16")
+    assert layer_of_model({**QWEN, "torch_dtype": "float16"}, 1)[1] == "fp16"
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert layer_of_model({**QWEN, "quantization_config": blocks}, 1)[1] == "fp8-block"
+    assert layer_of_model({**QWEN, "model_type": "gpt_oss"}, 1)[0].has_bias
+    assert layer_of_model({**QWEN, "model_type": "llama4_text"}, 1)[0].router_weight_on_input
+
+
+@pytest.mark.parametrize(("changes", "tp"), [({"quantization_config": {"quant_method": "mxfp4"}}, 1), ({}, 5)])
+def test_models_without_such_a_layer_are_told(changes: dict[str, Any], tp: int) -> None:
+    with pytest.raises(BenchError):
+        layer_of_model({**QWEN, **changes}, tp)
+
+
+@pytest.mark.parametrize("words", [[], ["--shape", "tiny", "--model", "."], ["--shape", "nonsense"]])
+def test_what_cannot_be_searched_is_said_in_one_line(words: list[str]) -> None:
+    done = CliRunner().invoke(main, ["tune", *words])
+    assert done.exit_code != 0
+    assert done.output.strip().splitlines()[-1].startswith("Error: ")

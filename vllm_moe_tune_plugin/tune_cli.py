@@ -1,0 +1,113 @@
+"""The command ``vllm-moe-tune tune``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from vllm_moe_tune_plugin import tuned_tiles
+from vllm_moe_tune_plugin.bench import schema
+from vllm_moe_tune_plugin.bench.schema import BenchError
+from vllm_moe_tune_plugin.bench.shapes import DTYPES, Shape
+from vllm_moe_tune_plugin.coverage import CoverageError, from_model
+
+#: How a checkpoint's quantisation is named here.
+_DTYPES = {"bf16": "bf16", "fp8_block": "fp8-block", "fp8_tensor": "fp8"}
+
+
+def layer_of_model(config: Mapping[str, Any], tp: int) -> tuple[Shape, str]:
+    """The MoE layer of a checkpoint's `config.json` on one of ``tp`` ranks, and its weights' dtype.
+
+    Raises:
+        BenchError: the decode kernels have no form for it.
+        CoverageError: it is no MoE model's.
+    """
+    told = from_model(config)
+    text = config.get("text_config") or config
+    if told["quantization"] not in _DTYPES:
+        raise BenchError(f"the decode kernel takes {', '.join(DTYPES)}; this model's experts are in another format")
+    dtype = _DTYPES[told["quantization"]]
+    if dtype == "bf16" and "float16" in (text.get("torch_dtype"), text.get("dtype")):
+        dtype = "fp16"
+    if told["intermediate_size"] % tp:
+        raise BenchError(f"{tp} ranks cannot share an intermediate size of {told['intermediate_size']}")
+    name = str(text.get("model_type", "model"))
+    shape = Shape(name, told["num_experts"], told["top_k"], told["intermediate_size"] // tp, told["hidden_size"])
+    if name == "gpt_oss":
+        shape = dataclasses.replace(shape, activation="swigluoai", has_bias=True)
+    elif name.startswith("llama4"):
+        shape = dataclasses.replace(shape, router_weight_on_input=True)
+    return shape, dtype
+
+
+@click.command()
+@click.option(
+    "--model", type=click.Path(exists=True, path_type=pathlib.Path), help="A checkpoint's folder, for its config.json."
+)
+@click.option("--shape", "shape_text", help="Instead of a model: a name of `bench layer`, or E,topk,N,K.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Of the experts' weights; without it, the model's, or bf16.")
+@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel size.")
+@click.option("--ep", type=click.IntRange(min=1), default=1, show_default=True, help="Expert-parallel size.")
+@click.option("--seconds", default=45.0, show_default=True, help="Time for the search.")
+@click.option("--cache-dir", type=click.Path(file_okay=False, path_type=pathlib.Path), envvar="MOE_TUNE_CACHE_DIR")
+@click.option("-v", "--verbose", is_flag=True, help="Show what was tried.")
+@click.option("--interpret", is_flag=True, help="A tiny shape in Triton's interpreter; the times mean nothing.")
+def tune(
+    model: pathlib.Path | None,
+    shape_text: str | None,
+    dtype: str | None,
+    tp: int,
+    ep: int,
+    seconds: float,
+    cache_dir: pathlib.Path | None,
+    verbose: bool,
+    interpret: bool,
+) -> None:
+    """Search the decode kernel's tiles and window for one MoE layer on this GPU, whichever it is.
+
+    Engines on the same GPU model read the result when they start. Give all nodes of a deployment the same files.
+    """
+    from vllm_moe_tune_plugin.bench import layer, search
+    from vllm_moe_tune_plugin.tunings.decode_kernel import gpu_name
+
+    console = Console(soft_wrap=True, highlight=False)
+    if (model is None) == (shape_text is None):
+        raise click.UsageError("name one layer: by --model or by --shape")
+    try:
+        if model is not None:
+            shape, told = layer_of_model(json.loads((model / "config.json").read_text()), tp)
+        else:
+            shape, told = Shape.parse(str(shape_text)), "bf16"
+            shape = dataclasses.replace(shape, intermediate=shape.intermediate // tp)
+        dtype = dtype or told
+        plan = search.Plan.interpreted(seconds) if interpret else search.Plan(seconds)
+        machine = layer.start(interpret)
+        found = search.search(shape, dtype, ep, machine, plan, console.print if verbose else lambda line: None)
+        gpu = gpu_name(machine.device)
+        environment = schema.environment("")
+        path = tuned_tiles.save(
+            cache_dir or tuned_tiles.default_folder(),
+            gpu,
+            search.problem_of(shape, dtype, ep),
+            found.entry,
+            ratios={str(row["key"]["tokens"]): row["ratio"] for row in found.rows},
+            found_with={name: environment[name] for name in ("time", "vllm", "torch", "triton", "plugin")},
+        )
+    except (BenchError, CoverageError, OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+
+    table = Table("tokens", "stock us", "tuned us", "ratio", box=None, padding=(0, 2, 0, 0))
+    for row in found.rows:
+        times = (f"{row['median_us'][arm]:.1f}" for arm in ("stock", "tuned"))
+        table.add_row(str(row["key"]["tokens"]), *times, f"{row['ratio']:.3f}")
+    console.print(table)
+    console.print(f"{found.tried} tiles tried; the best are {found.speed_up:.2f} times as fast as the formula's")
+    console.print(f"decode kernel up to {found.entry.tokens} tokens" if found.entry.tokens else "stock is as fast: stays stock")
+    console.print(f"saved to {path}; engines on {gpu} read it")
