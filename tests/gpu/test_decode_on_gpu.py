@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_decode_moe import ALPHA, LIMIT, draw, reference
+from test_decode_moe import ALPHA, LIMIT, draw, reference, run_fp8
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -60,6 +60,15 @@ def test_activations(activation: str) -> None:
     problem = draw(4, 512, 256, activation, dtype=torch.bfloat16, biased=True)
     expected = reference(problem)
     assert float((run(problem).double() - expected).norm() / expected.norm()) < 5e-3
+
+
+@pytest.mark.parametrize(("block", "channels"), [(None, False), (None, True), ([128, 128], False)])
+@pytest.mark.parametrize(("hidden", "inner"), [(2048, 768), (1152, 144)])
+def test_fp8(hidden: int, inner: int, block: list[int] | None, channels: bool) -> None:
+    from vllm_moe_tune_plugin.kernels import decode_moe
+
+    more = {"mapped": True, "absent": 0.2, "experts": 16, "top_k": 8}
+    run_fp8(decode_moe, hidden, inner, block, channels, device="cuda", pdl=PDL, allowed=1e-4, **more)
 
 
 def test_the_same_bits_every_time() -> None:
