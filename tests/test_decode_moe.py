@@ -282,6 +282,15 @@ def test_tiles_loaded_ahead_change_nothing(kernels: Any, ahead: int) -> None:
     assert torch.equal(run(kernels, problem, tiles), run(kernels, problem, tiles))
 
 
+def test_no_more_tiles_are_loaded_ahead_than_a_token_has(kernels: Any) -> None:
+    """What lies behind the last token's ids names experts that no memory holds: reading by it ends the process."""
+    problem = draw(2, 40, 48)
+    behind = torch.full((64,), 1 << 40)
+    behind[: problem.ids.numel()] = problem.ids.flatten()
+    problem.ids = behind[: problem.ids.numel()].view(2, -1)
+    check(kernels, problem, kernels.Tiles(2, 16, 1, 2, 32, 1, 64))
+
+
 @given(st.integers(1, 16384), st.integers(1, 16384), st.integers(1, 16), st.sampled_from([1, 2, 4]))
 def test_tiles_by_formula_fit(hidden: int, inner: int, top_k: int, weight_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patched:

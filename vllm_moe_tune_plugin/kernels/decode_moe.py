@@ -418,6 +418,7 @@ def decode_moe(
         num_warps=tiles.up_warps,
         **launch_options,
     )
+    parts = top_k * triton.cdiv(intermediate, tiles.down_columns)
     down: Any = _down_kernel
     down[(tokens, triton.cdiv(hidden, tiles.down_rows))](
         h,
@@ -445,8 +446,9 @@ def decode_moe(
         ROWS=tiles.down_rows,
         COLUMNS=tiles.down_columns,
         VECTOR=down_vector,
-        AHEAD=tiles.down_ahead,
-        SCALES_AHEAD=min(MOST_SCALES_AHEAD, top_k * triton.cdiv(intermediate, tiles.down_columns)),
+        # A tile beyond a token's last one would be read by the id of the next token, or of none.
+        AHEAD=min(tiles.down_ahead, parts),
+        SCALES_AHEAD=min(MOST_SCALES_AHEAD, parts),
         PDL=pdl,
         num_warps=tiles.down_warps,
         **launch_options,
