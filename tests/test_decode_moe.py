@@ -109,28 +109,32 @@ def draw(
     )
 
 
-def run(kernels: Any, problem: SimpleNamespace, tiles: Any = None) -> torch.Tensor:
+def run(kernels: Any, problem: SimpleNamespace, tiles: Any = None, device: str = "cpu", pdl: bool = False) -> torch.Tensor:
+    def put(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
     tokens, hidden = problem.x.shape[0], problem.w2.shape[1]
-    out = torch.full((tokens, hidden), float("nan"), dtype=problem.x.dtype)
-    scratch = torch.full((problem.ids.numel() * problem.w2.shape[2],), float("nan"), dtype=problem.x.dtype)
+    out = torch.full((tokens, hidden), float("nan"), dtype=problem.x.dtype, device=device)
+    scratch = torch.full((problem.ids.numel() * problem.w2.shape[2],), float("nan"), dtype=problem.x.dtype, device=device)
     kernels.decode_moe(
         out,
-        problem.x,
-        problem.w1,
-        problem.w2,
-        problem.weights,
-        problem.ids,
+        put(problem.x),
+        put(problem.w1),
+        put(problem.w2),
+        put(problem.weights),
+        put(problem.ids),
         scratch,
         activation=problem.activation,
-        expert_map=problem.expert_map,
-        w1_bias=problem.b1,
-        w2_bias=problem.b2,
+        expert_map=put(problem.expert_map),
+        w1_bias=put(problem.b1),
+        w2_bias=put(problem.b2),
         interleaved=problem.interleaved,
         alpha=ALPHA,
         limit=LIMIT,
+        pdl=pdl,
         tiles=tiles,
     )
-    return out
+    return out.cpu()
 
 
 def check(kernels: Any, problem: SimpleNamespace, tiles: Any = None) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_decode_moe import ALPHA, LIMIT, draw, reference, run_fp8
+from test_decode_moe import draw, reference, run_fp8
+from test_decode_moe import run as run_kernels
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -16,32 +17,9 @@ SHAPES = {"qwen3-30b-a3b": (2048, 768, 8), "odd": (2880, 1440, 4), "narrow": (96
 
 
 def run(problem: Any) -> torch.Tensor:
-    from vllm_moe_tune_plugin.kernels.decode_moe import decode_moe
+    from vllm_moe_tune_plugin.kernels import decode_moe
 
-    def gpu(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.cuda()
-
-    tokens, hidden, inner = problem.x.shape[0], problem.w2.shape[1], problem.w2.shape[2]
-    out = torch.full((tokens, hidden), float("nan"), dtype=problem.x.dtype, device="cuda")
-    scratch = torch.full((problem.ids.numel() * inner,), float("nan"), dtype=problem.x.dtype, device="cuda")
-    decode_moe(
-        out,
-        problem.x.cuda(),
-        problem.w1.cuda(),
-        problem.w2.cuda(),
-        problem.weights.cuda(),
-        problem.ids.cuda(),
-        scratch,
-        activation=problem.activation,
-        expert_map=gpu(problem.expert_map),
-        w1_bias=gpu(problem.b1),
-        w2_bias=gpu(problem.b2),
-        interleaved=problem.interleaved,
-        alpha=ALPHA,
-        limit=LIMIT,
-        pdl=PDL,
-    )
-    return out.cpu()
+    return run_kernels(decode_moe, problem, device="cuda", pdl=PDL)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 8, 16])
