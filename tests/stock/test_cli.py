@@ -79,7 +79,7 @@ def test_selftest_passes() -> None:
 
 def test_tune_searches_and_keeps_what_it_found(tmp_path) -> None:
     """The whole path in the interpreter, where stock always wins."""
-    result = command("tune", "--shape", "8,2,16,32", "--seconds", "12", "--interpret", "-v", "--cache-dir", str(tmp_path))
+    result = command("tune", "--shape", "8,2,16,32", "--seconds", "5", "--interpret", "-v", "--cache-dir", str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert int(re.search(r"(\d+) tiles tried", result.stdout)[1]) > 1
     assert "stays stock" in result.stdout
