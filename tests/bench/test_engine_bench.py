@@ -20,12 +20,12 @@ FAKE_DRIVER = (sys.executable, str(Path(__file__).with_name("fake_driver.py")))
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Run `bench engine` with the fake driver; returns what it said. The results are in `tmp_path / "results.json"`."""
 
-    def run(pairs: int = 2, batch_sizes: tuple[int, ...] = (1, 4), **behaviour: object) -> list[str]:
+    def run(pairs: int = 2, batch_sizes: tuple[int, ...] = (1, 4), dp: int = 1, **behaviour: object) -> list[str]:
         monkeypatch.setenv("FAKE_DRIVER_COUNTER", str(tmp_path / "counter"))
         for name, value in behaviour.items():
             monkeypatch.setenv(f"FAKE_DRIVER_{name.upper()}", str(value))
         job = engine.Job(
-            "tiny", batch_sizes, pairs, output_len=50, greedy_tokens=8, driver=FAKE_DRIVER, log_dir=tmp_path / "logs"
+            "tiny", batch_sizes, pairs, output_len=50, greedy_tokens=8, dp=dp, driver=FAKE_DRIVER, log_dir=tmp_path / "logs"
         )
         said: list[str] = []
         results = Results(tmp_path / "results.json", "engine", synthetic.ENVIRONMENT, {**engine.METHOD, **job.settings()})
@@ -105,6 +105,26 @@ def test_a_tuning_whose_conditions_were_never_met_is_told(bench: Callable[..., l
 def test_tokens_that_part(bench: Callable[..., list[str]], tmp_path: Path) -> None:
     bench(pairs=1, parts_at=3)
     assert engine.agreement(rows(tmp_path), 4) == "part in 1 of 4, first at token 3 (margin 0.500)"
+
+
+def test_a_step_lasts_as_long_as_its_slowest_rank(bench: Callable[..., list[str]], tmp_path: Path) -> None:
+    bench(pairs=1, dp=2, slower=2)
+    batch = rows(tmp_path)[0]["batches"][1]
+    assert batch["tokens_per_s"] == pytest.approx(2 * 4 * 50 / (4 * 50 / 50))
+    assert [answer[0] for answer in batch["tokens"]] == [7] * 4 + [8] * 4  # each rank's own prompts
+    assert rows(tmp_path)[1]["plugin"]["verdict"] == "tuned: low_latency_assignment"
+    assert len(rows(tmp_path)[1]["plugin"]["processes"]) == 2
+
+
+def test_ranks_that_differ_are_an_error(bench: Callable[..., list[str]]) -> None:
+    with pytest.raises(BenchError, match="the ranks of a tuned run differ: low_latency_assignment is applied and disabled"):
+        bench(pairs=1, dp=2, other_state="disabled")
+
+
+def test_a_rank_that_fails_ends_the_others(bench: Callable[..., list[str]], tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="the stock run failed with status 1: ValueError: a rank did not come up"):
+        bench(pairs=1, dp=2, rank_fails=1)
+    assert not (tmp_path / "results.json").exists()
 
 
 def test_results_of_another_environment_are_left_alone(bench: Callable[..., list[str]], tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ def layer(
 @click.option("--iterations", default=5, show_default=True, help="Measured batches of each size in a run.")
 @click.option("--warmup", default=2, show_default=True, help="Batches before them.")
 @click.option("--greedy-tokens", default=64, show_default=True, help="Tokens that are compared; 0: none.")
+@click.option("--dp", default=1, show_default=True, help="Data-parallel ranks, each with batches of these sizes.")
 @click.option("--serve", is_flag=True, help="Under load: vllm serve and vllm bench serve.")
 @click.option("--timeout", default=1800.0, show_default=True, help="Seconds after which a run counts as failed.")
 @click.option(
@@ -179,6 +180,8 @@ def engine(
 
     console = _console()
     try:
+        if serve and options["dp"] > 1:
+            raise BenchError("with --serve data parallelism is vLLM's own: -- --data-parallel-size N")
         environment = schema.environment(commit)
         _require_engine(environment)
         job = bench_engine.Job(model, batch_sizes, pairs, serve=serve, engine_args=engine_args, **options)

@@ -2,7 +2,8 @@
 
 vLLM's own latency benchmark runs once for each batch size. It would start an engine each time, so ``vllm.LLM`` is replaced
 by a stand-in that makes one engine and gives it again. ``VLLM_PLUGINS`` decides whether the engine is tuned; this process
-knows nothing of it. Each finished step is one JSON line in the file EVENTS.
+knows nothing of it. Each finished step is one JSON line in the file EVENTS. At the end it waits until its standard input is
+closed: engines of other data-parallel ranks may still need this one's.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ def main(request_file: str, events_file: str) -> None:
     for batch_size in request["batch_sizes"] if request["greedy_tokens"] else ():
         tell("greedy", batch_size=batch_size, **greedy(engine.engine, batch_size, request))
     tell("end", peak_memory_bytes=memory.stop())
+    sys.stdin.read()
 
 
 if __name__ == "__main__":

@@ -64,7 +64,13 @@ METHOD = {
 
 @dataclass(frozen=True)
 class Job:
-    """What to run. ``pairs`` of one stock and one tuned run; ``timeout`` in seconds for one run."""
+    """What to run.
+
+    Attributes:
+        pairs: of one stock and one tuned run.
+        timeout: seconds for one run.
+        dp: data-parallel ranks, each an engine with prompts of its own and batches of ``batch_sizes``.
+    """
 
     model: str
     batch_sizes: Sequence[int]
@@ -75,6 +81,7 @@ class Job:
     warmup: int = 2
     greedy_tokens: int = 64
     timeout: float = 1800.0
+    dp: int = 1
     serve: bool = False
     requests_per_slot: int = 8
     engine_args: Sequence[str] = ()
@@ -88,6 +95,8 @@ class Job:
         settings = {name: list(value) if isinstance(value, (list, tuple)) else value for name, value in settings.items()}
         if self.serve:
             settings["requests_per_slot"] = self.requests_per_slot
+        if self.dp > 1:
+            settings["dp"] = self.dp
         return {"model": self.model, **settings}
 
     def order(self) -> list[tuple[int, str]]:
@@ -196,7 +205,9 @@ def _process(command: Sequence[str], environ: Mapping[str, str], log: pathlib.Pa
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with log.open("ab") as output:
-        process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             yield process
         finally:
@@ -235,37 +246,58 @@ def _failure(what: str, log: pathlib.Path) -> BenchError:
 def _latency(
     job: Job, model: pathlib.Path | str, arguments: Sequence[str], arm: str, place: pathlib.Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    request, events_file, log = place / "request.json", place / "events.jsonl", place / "log.txt"
-    wanted = {
-        "model": str(model),
-        "engine_args": list(arguments),
-        "batch_sizes": list(job.batch_sizes),
-        "input_len": job.input_len,
-        "output_len": job.output_len,
-        "iterations": job.iterations,
-        "warmup": job.warmup,
-        "greedy_tokens": job.greedy_tokens,
-        "seed": 0,
-    }
-    request.write_text(json.dumps(wanted))
-    command = [*job.driver, str(request), str(events_file)]
-    deadline = time.monotonic() + job.timeout
-    seen = 0
-    with _process(command, _environment(arm, place / "status"), log) as process:
+    log, deadline = place / "log.txt", time.monotonic() + job.timeout
+    environ, port = _environment(arm, place / "status"), _free_port()
+    files, processes = [], []
+    with contextlib.ExitStack() as ranks:
+        for rank in range(job.dp):
+            request, events_file = place / f"request-{rank}.json", place / f"events-{rank}.jsonl"
+            wanted = {
+                "model": str(model),
+                "engine_args": list(arguments),
+                "batch_sizes": list(job.batch_sizes),
+                "input_len": job.input_len,
+                "output_len": job.output_len,
+                "iterations": job.iterations,
+                "warmup": job.warmup,
+                "greedy_tokens": job.greedy_tokens,
+                "seed": rank,
+            }
+            request.write_text(json.dumps(wanted))
+            command = [*job.driver, str(request), str(events_file)]
+            own = {**environ, **_data_parallel(rank, job.dp, port)} if job.dp > 1 else environ
+            processes.append(ranks.enter_context(_process(command, own, log)))
+            files.append(events_file)
+        seen = 0
         while True:
-            over = process.poll() is not None
-            events = _events(events_file)
-            for event in events[seen:]:
+            statuses = [process.poll() for process in processes]
+            events = [_events(file) for file in files]
+            for event in events[0][seen:]:
                 say(_event_line(event))
-            seen = len(events)
-            if over:
+            seen = len(events[0])
+            finished = all(own and own[-1]["event"] == "end" for own in events)
+            if finished:
+                for process in processes:
+                    process.stdin.close()  # type: ignore[union-attr]  # it is a pipe
+            if any(statuses) or (None not in statuses and not finished):
+                raise _failure(f"the {arm} run failed with status {next(filter(None, statuses), 0)}", log)
+            if None not in statuses:
                 break
             if time.monotonic() > deadline:
                 raise _failure(f"the {arm} run was not finished after {job.timeout:.0f} s", log)
             time.sleep(POLL_S)
-        if process.returncode != 0 or not events or events[-1]["event"] != "end":
-            raise _failure(f"the {arm} run failed with status {process.returncode}", log)
     return _summary(job, events)
+
+
+def _data_parallel(rank: int, size: int, port: int) -> dict[str, str]:
+    """What tells an engine that it is one of several ranks on this host."""
+    return {
+        "VLLM_DP_RANK": str(rank),
+        "VLLM_DP_RANK_LOCAL": str(rank),
+        "VLLM_DP_SIZE": str(size),
+        "VLLM_DP_MASTER_IP": "127.0.0.1",
+        "VLLM_DP_MASTER_PORT": str(port),
+    }
 
 
 def _events(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -283,29 +315,36 @@ def _event_line(event: Mapping[str, Any]) -> str:
     return f"{event['event']} {event.get('batch_size', '')}".strip()
 
 
-def _summary(job: Job, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A run's row from what the driver told."""
-    started = next(event for event in events if event["event"] == "started")
-    greedy = {event["batch_size"]: event for event in events if event["event"] == "greedy"}
+def _summary(job: Job, events: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """A run's row from what the drivers of all ranks told: a step is over when the slowest rank has made it."""
+
+    def told(what: str) -> list[list[Mapping[str, Any]]]:
+        """Each rank's events of a kind."""
+        return [[event for event in own if event["event"] == what] for own in events]
+
+    def slowest(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[float]:
+        return [max(times) for times in zip(*(rank[name] for rank in ranks), strict=True)]
+
     batches = []
-    for event in events:
-        if event["event"] != "latency":
-            continue
-        size, latency, ttft = event["batch_size"], stats.median(event["latencies_s"]), stats.median(event["ttft_s"])
-        batch = {
-            "batch_size": size,
-            "tokens_per_s": size * job.output_len / latency,
-            "ttft_s": ttft,
-            "tpot_s": (latency - ttft) / max(job.output_len - 1, 1),
-            "samples_s": {"latency": event["latencies_s"], "ttft": event["ttft_s"]},
-        }
-        if size in greedy:
-            batch |= {name: greedy[size][name] for name in ("tokens", "margins")}
-        batches.append(batch)
+    for ranks in zip(*told("latency"), strict=True):
+        size, latencies, firsts = ranks[0]["batch_size"], slowest("latencies_s", ranks), slowest("ttft_s", ranks)
+        latency, ttft = stats.median(latencies), stats.median(firsts)
+        batches.append(
+            {
+                "batch_size": size,
+                "tokens_per_s": job.dp * size * job.output_len / latency,
+                "ttft_s": ttft,
+                "tpot_s": (latency - ttft) / max(job.output_len - 1, 1),
+                "samples_s": {"latency": latencies, "ttft": firsts},
+            }
+        )
+    for batch, ranks in zip(batches, zip(*told("greedy"), strict=True), strict=False):
+        batch |= {name: [answer for rank in ranks for answer in rank[name]] for name in ("tokens", "margins")}
+    started = [own[0] for own in told("started")]
     return {
-        "startup_s": started["seconds"],
-        "kv_cache_tokens": started["kv_cache_tokens"],
-        "peak_memory_bytes": events[-1]["peak_memory_bytes"],
+        "startup_s": max(event["seconds"] for event in started),
+        "kv_cache_tokens": started[0]["kv_cache_tokens"],
+        "peak_memory_bytes": max(own[-1]["peak_memory_bytes"] for own in events),
         "batches": batches,
     }
 
@@ -420,6 +459,15 @@ def _plugin(status: pathlib.Path, arm: str) -> dict[str, Any]:
     failed = [f"{tuning['name']} ({tuning['reason']})" for tuning in tunings if tuning["state"] == "failed"]
     if failed:
         raise BenchError(f"a tuning failed in a tuned run: {', '.join(dict.fromkeys(failed))}")
+    ranks = [process for process in processes if any(patch["calls"] for own in process["tunings"] for patch in own["patches"])]
+    for rank in ranks[1:]:
+        differ = [
+            f"{mine['name']} is {mine['state']} and {other['state']}"
+            for mine, other in zip(ranks[0]["tunings"], rank["tunings"], strict=True)
+            if mine["state"] != other["state"]
+        ]
+        if differ:
+            raise BenchError(f"the ranks of a tuned run differ: {', '.join(differ)}")
     tuned = [tuning for tuning in tunings if any(patch["tuned"] for patch in tuning["patches"])]
     if tuned:
         return {"verdict": f"tuned: {', '.join(dict.fromkeys(tuning['name'] for tuning in tuned))}", "processes": processes}
@@ -489,4 +537,4 @@ def agreement(rows: Sequence[Mapping[str, Any]], batch_size: int) -> str:
     noise = [place for other in stock[1:] for place in parting(stock[0], other)]
     prompts = len({place.prompt for place in parted})
     also = f"; stock runs part, too, in {len({place.prompt for place in noise})}" if noise else ""
-    return f"part in {prompts} of {batch_size}, first at token {first.position} (margin {first.margin:.3f}){also}"
+    return f"part in {prompts} of {len(stock[0]['tokens'])}, first at token {first.position} (margin {first.margin:.3f}){also}"

@@ -114,7 +114,8 @@ def workload(source: Source) -> str:
     method = source.method
     lengths = f"{method['input_len']} tokens in, {method['output_len']} out"
     name = pathlib.PurePath(method["model"]).name
-    return f"{name}, {lengths}" + (", under load" if source.kind == "serve" else "")
+    ranks = f", a batch on each of {method['dp']} data-parallel ranks" if "dp" in method else ""
+    return f"{name}, {lengths}{ranks}" + (", under load" if source.kind == "serve" else "")
 
 
 # ---- what the tables say
