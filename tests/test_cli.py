@@ -20,5 +20,5 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None
 @pytest.mark.parametrize(("state", "status"), [("failed", 1), ("applied", 0), ("unsupported", 0)])
 def test_a_failed_tuning_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, state: str, status: int) -> None:
     tuning = {"name": "int32_ids", "state": state, "reason": "", "patches": []}
-    monkeypatch.setattr(doctor, "examine", lambda: {"stack": {}, "settings": {}, "tunings": [tuning]})
+    monkeypatch.setattr(doctor, "examine", lambda layer: {"stack": {}, "settings": {}, "tunings": [tuning]})
     assert CliRunner().invoke(main, ["doctor", "--json"]).exit_code == status

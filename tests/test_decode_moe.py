@@ -8,7 +8,6 @@ import inspect
 import random
 import sys
 import types
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +20,10 @@ from hypothesis import strategies as st
 from vllm_moe_tune_plugin import no_gpu
 from vllm_moe_tune_plugin.kernels import scales
 from vllm_moe_tune_plugin.patching import Patch
+from vllm_moe_tune_plugin.settings import Settings
+from vllm_moe_tune_plugin.tuned_tiles import Problem
 from vllm_moe_tune_plugin.tunings import decode_kernel
-from vllm_moe_tune_plugin.tunings.decode_kernel import ACTIVATIONS, LARGE, SMALL, Call, why_stock, window
+from vllm_moe_tune_plugin.tunings.decode_kernel import ACTIVATIONS, LARGE, SMALL, Call, reach, why_stock, window
 
 KERNELS = "vllm_moe_tune_plugin.kernels.decode_moe"
 ALPHA, LIMIT = 1.702, 7.0
@@ -506,22 +507,55 @@ def test_calls_of_another_kind_stay_stock(on_gpu: None, changes: dict[str, Any])
     assert why_stock(Experts(), call(**changes), Experts)
 
 
-@pytest.mark.parametrize(("value", "state"), [("1", "unsupported"), ("0", "applied"), (None, "applied")])
-def test_batch_invariance_keeps_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None, state: str) -> None:
-    def apply(self: Any, **arguments: Any) -> None: ...
-
+def patch_of(monkeypatch: pytest.MonkeyPatch, apply: Any, **settings: Any) -> tuple[Patch, type]:
+    """The patch on an ``apply`` with vLLM's parameters, attempted, and the class that it is on."""
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("self", *decode_kernel._PARAMETERS)]
-    apply.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    apply.__signature__ = inspect.Signature(parameters)
     module = types.ModuleType("module")
-    module.TritonExperts = type("TritonExperts", (), {"apply": apply})
+    module.TritonExperts = type("TritonExperts", (Experts,), {"apply": apply})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "module", module)
+    target = "module:TritonExperts.apply"
+    patch = Patch(target, decode_kernel._decide(target, Settings(**settings)))
+    patch.attempt()
+    return patch, module.TritonExperts
+
+
+@pytest.mark.parametrize(("value", "state"), [("1", "unsupported"), ("0", "applied"), (None, "applied")])
+def test_batch_invariance_keeps_it_off(monkeypatch: pytest.MonkeyPatch, value: str | None, state: str) -> None:
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     if value is not None:
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
-    patch = Patch("module:TritonExperts.apply", decode_kernel._decide("module:TritonExperts.apply", None, tmp_path))
-    patch.attempt()
+    patch, _ = patch_of(monkeypatch, lambda self, **arguments: None)
     assert patch.state == state
     assert patch.undo()
+
+
+@pytest.mark.parametrize(("log", "lines"), [("debug", 1), ("info", 0)])
+def test_debug_says_once_why_a_layer_stays_stock(
+    on_gpu: None, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture, log: str, lines: int
+) -> None:
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    patch, experts_class = patch_of(monkeypatch, lambda self, **arguments: None, log=log)
+    for _ in range(2):
+        experts_class().apply(**vars(call(activation="tanh")))
+    assert patch.undo()
+    assert logged.text.count("decode_kernel leaves a layer stock: activation tanh") == lines
+
+
+@given(
+    st.builds(Problem, *[st.integers(1, 512)] * 2, st.integers(1, 16), *[st.integers(16, 8192)] * 2, st.sampled_from(["bf16"])),
+    st.sampled_from([(8, 0), (9, 0), (10, 0)]),
+    st.none() | st.integers(0, 16),
+    st.none() | st.integers(0, 64),
+)
+def test_reach(problem: Problem, capability: tuple[int, int], found: int | None, setting: int | None) -> None:
+    """The user's word counts first, then what was searched on this GPU, then what was measured on Hopper."""
+    entry = None if found is None else SimpleNamespace(tokens=found)
+    size = 6 * problem.intermediate * problem.hidden
+    tokens, why = reach(problem, size, capability, entry, setting)  # type: ignore[arg-type]
+    measured = window(problem.local_experts, problem.top_k, size) if capability == (9, 0) else 0
+    assert tokens == next(value for value in (setting, found, measured) if value is not None)
+    assert ("MOE_TUNE_DECODE_TOKENS" in why) == (setting is not None)
 
 
 def test_the_cpu_stays_stock(monkeypatch: pytest.MonkeyPatch) -> None:

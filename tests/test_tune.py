@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
-import sys
-import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +13,11 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from test_decode_moe import Experts, call
+from test_decode_moe import call, patch_of
 
 from vllm_moe_tune_plugin import tuned_tiles
 from vllm_moe_tune_plugin.bench import search
-from vllm_moe_tune_plugin.bench.schema import BenchError
 from vllm_moe_tune_plugin.cli import main
-from vllm_moe_tune_plugin.patching import Patch
-from vllm_moe_tune_plugin.tune_cli import layer_of_model
 from vllm_moe_tune_plugin.tuned_tiles import LIMITS, Entry, Problem
 from vllm_moe_tune_plugin.tunings import decode_kernel
 
@@ -134,31 +128,22 @@ def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Call a patched ``TritonExperts.apply``; returns the tiles of the kernels, "formula", or "stock"."""
     took: list[Any] = []
 
-    class TritonExperts(Experts):
-        def apply(self, **arguments: Any) -> None:
-            took.append("stock")
+    def apply(self: Any, **arguments: Any) -> None:
+        took.append("stock")
 
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("self", *decode_kernel._PARAMETERS)]
-    TritonExperts.apply.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    module = types.ModuleType("module")
-    module.TritonExperts = TritonExperts  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "module", module)
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     monkeypatch.setattr(decode_kernel, "runs_triton", lambda tensor: True)
     monkeypatch.setattr(decode_kernel, "_run", lambda experts, call, found: took.append(found.tiles if found else "formula"))
 
     def run(tokens: int, decode_tokens: int | None = None) -> Any:
-        patch = Patch(
-            "module:TritonExperts.apply", decode_kernel._decide("module:TritonExperts.apply", decode_tokens, tmp_path)
-        )
-        patch.attempt()
+        patch, experts_class = patch_of(monkeypatch, apply, decode_tokens=decode_tokens, cache_dir=str(tmp_path))
         whole = call()
         some = {
             name: getattr(whole, name)[:1].repeat(tokens, 1) for name in ("output", "hidden_states", "topk_weights", "topk_ids")
         }
         scratch = torch.empty(tokens * 2 * 64, dtype=torch.bfloat16)
         arguments = {name: getattr(whole, name) for name in decode_kernel._PARAMETERS} | some | {"workspace2": scratch}
-        TritonExperts().apply(**arguments)
+        experts_class().apply(**arguments)
         assert patch.undo()
         return took[-1]
 
@@ -184,30 +169,6 @@ def test_the_setting_outweighs_what_was_found(layer: Any) -> None:
 
 
 # --- which layer a model has
-
-QWEN = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
-
-
-def test_layer_of_a_model() -> None:
-    shape, dtype = layer_of_model(QWEN, tp=2)
-    assert (shape.num_experts, shape.top_k, shape.intermediate, shape.hidden, dtype) == (128, 8, 384, 2048, "bf16")
-    assert layer_of_model({**QWEN, "torch_dtype": "float16"}, 1)[1] == "fp16"
-    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert layer_of_model({**QWEN, "quantization_config": blocks}, 1)[1] == "fp8-block"
-    assert layer_of_model({**QWEN, "model_type": "gpt_oss"}, 1)[0].has_bias
-    assert layer_of_model({**QWEN, "model_type": "llama4_text"}, 1)[0].router_weight_on_input
-
-
-@pytest.mark.parametrize(("changes", "tp"), [({"quantization_config": {"quant_method": "mxfp4"}}, 1), ({}, 5)])
-def test_models_without_such_a_layer_are_told(changes: dict[str, Any], tp: int) -> None:
-    with pytest.raises(BenchError):
-        layer_of_model({**QWEN, **changes}, tp)
 
 
 @pytest.mark.parametrize("words", [[], ["--shape", "tiny", "--model", "."], ["--shape", "nonsense"]])

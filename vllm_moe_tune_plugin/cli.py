@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import sys
 from typing import Any
 
@@ -42,15 +43,22 @@ main.add_command(tune)
 @main.command()
 @click.option("-v", "--verbose", is_flag=True, help="Show every patch with its target and reason.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor(verbose: bool, as_json: bool) -> None:
+@click.option(
+    "--model",
+    type=click.Path(exists=True, path_type=pathlib.Path),
+    help="A checkpoint's folder: also tell for how many tokens the decode kernel serves its MoE layers.",
+)
+@click.option("--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel size of the model.")
+@click.option("--ep", type=click.IntRange(min=1), default=1, show_default=True, help="Its expert-parallel size.")
+def doctor(verbose: bool, as_json: bool, model: pathlib.Path | None, tp: int, ep: int) -> None:
     """Show the installed stack, the settings and what became of each tuning.
 
     Exits with 1 where a tuning failed.
     """
-    from vllm_moe_tune_plugin.doctor import DoctorError, examine, has_failed
+    from vllm_moe_tune_plugin.doctor import DoctorError, examine, has_failed, layer_of
 
     try:
-        look = examine()
+        look = examine(None if model is None else layer_of(model, tp, ep))
     except DoctorError as error:
         raise click.ClickException(str(error)) from error
     if as_json:
@@ -82,6 +90,11 @@ def _print_look(look: dict[str, Any], verbose: bool) -> None:
         console.print(f"[bold]{tuning['name']}[/]: {_coloured(tuning['state'])}", _because(tuning["reason"]))
         for patch in tuning["patches"] if verbose else ():
             console.print(f"    {escape(patch['target'])}: {_coloured(patch['state'])}", _because(patch["reason"]))
+    if "layer" in look:
+        layer = look["layer"]
+        tokens = layer["decode_tokens"]
+        serves = f"the decode kernel up to {tokens} tokens, stock beyond" if tokens else "stock"
+        console.print(f"[bold]{escape(layer['model'])}[/]: {serves}", _because(layer["reason"]))
 
 
 @main.command()

@@ -72,41 +72,6 @@ class Serving:
         return self.max_num_batched_tokens * self.dp_size
 
 
-def from_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of :class:`Serving` that a checkpoint's `config.json` tells.
-
-    Raises:
-        CoverageError: it is no MoE model's.
-    """
-    text: Mapping[str, Any] = config.get("text_config") or config
-
-    def first(*names: str) -> Any:
-        return next((text[name] for name in names if text.get(name)), None)
-
-    found = {
-        "hidden_size": first("hidden_size"),
-        "intermediate_size": first("moe_intermediate_size", "intermediate_size"),
-        "num_experts": first("num_experts", "n_routed_experts", "num_local_experts"),
-        "top_k": first("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
-    }
-    missing = [name for name, value in found.items() if value is None]
-    if missing:
-        raise CoverageError(f"config.json tells no {', '.join(missing)}: is it an MoE model's?")
-    return {**found, "quantization": _quantization(config.get("quantization_config") or text.get("quantization_config") or {})}
-
-
-def _quantization(quantization: Mapping[str, Any]) -> str:
-    if not quantization:
-        return "bf16"
-    said = json.dumps(quantization).lower()
-    for name in ("nvfp4", "mxfp4", "mxint4"):
-        if name in said:
-            return name
-    if "fp8" in said or "float8" in said:
-        return "fp8_block" if quantization.get("weight_block_size") else "fp8_tensor"
-    return ""
-
-
 # ---------------------------------------------------------------------------------------------- what is answered
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_moe_tune_plugin import checkpoint
 from vllm_moe_tune_plugin.coverage import (
     QUANTIZATIONS,
     Coverage,
@@ -21,7 +22,6 @@ from vllm_moe_tune_plugin.coverage import (
     Serving,
     Side,
     examine,
-    from_model,
 )
 
 _MEANING = {
@@ -52,9 +52,9 @@ _MEANING = {
 def coverage(model: pathlib.Path | None, as_json: bool, plot: pathlib.Path | None, **asked: Any) -> None:
     """Show for which batch sizes warm-up tunes FlashInfer's MoE kernels, stock and with the plugin."""
     try:
-        known = from_model(json.loads((model / "config.json").read_text())) if model is not None else {}
+        known = checkpoint.experts_of(checkpoint.read(model)) if model is not None else {}
         found = examine(Serving(**{**known, **{name: value for name, value in asked.items() if value is not None}}))
-    except (CoverageError, OSError, ValueError) as error:
+    except (CoverageError, checkpoint.CheckpointError) as error:
         raise click.ClickException(str(error)) from error
     if plot is not None:
         draw(found, plot)

@@ -1,7 +1,7 @@
 """What the plugin does on this machine: the installed stack, the settings and the state of every patch.
 
-The look is taken in a fresh process (``python -m vllm_moe_tune_plugin.doctor FILE``), in which vLLM's own loader loads the
-plugin and the modules that the patches wait for are imported, as an engine would.
+The look is taken in a fresh process (``python -m vllm_moe_tune_plugin.doctor FILE LAYER``), in which vLLM's own loader loads
+the plugin and the modules that the patches wait for are imported, as an engine would.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -24,6 +25,7 @@ from vllm_moe_tune_plugin.settings import Settings
 from vllm_moe_tune_plugin.stack import PACKAGES, exists, installed
 
 GROUP, NAME = "vllm.general_plugins", "moe_tune"
+DECODE = "decode_kernel"
 
 
 class DoctorError(Exception):
@@ -45,7 +47,7 @@ def why_not_loaded(vllm_plugins: str | None, is_installed: bool) -> str:
     return ""
 
 
-def _look() -> dict[str, Any]:
+def _look(layer: Mapping[str, Any] | None) -> dict[str, Any]:
     """Take the look in this process, which is the worse for it."""
     vllm_plugins = os.environ.get("VLLM_PLUGINS")
     reason = why_not_loaded(vllm_plugins, any(point.name == NAME for point in entry_points(group=GROUP)))
@@ -62,7 +64,7 @@ def _look() -> dict[str, Any]:
         records = plugin.records()
     settings = Settings.from_environ(os.environ, tunings.NAMES)
     values = dataclasses.asdict(settings) | {"disable": sorted(settings.disable)}
-    return {
+    look = {
         "stack": {
             "plugin": __version__,
             **{name: str(installed(name) or "") for name in PACKAGES},
@@ -75,6 +77,34 @@ def _look() -> dict[str, Any]:
         "settings": values,
         "tunings": [record.as_json() for record in records],
     }
+    if layer is not None:
+        (record,) = (record for record in records if record.name == DECODE)
+        look["layer"] = _decode(layer, settings) if record.state is State.APPLIED else _stock(layer, record.reason)
+    return look
+
+
+def _stock(layer: Mapping[str, Any], reason: str) -> dict[str, Any]:
+    return {**layer, "decode_tokens": 0, "reason": reason}
+
+
+def _decode(layer: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """The most tokens for which the decode kernel serves a layer on this machine's first GPU, or on a Hopper where is none."""
+    import torch
+
+    from vllm_moe_tune_plugin import tuned_tiles
+    from vllm_moe_tune_plugin.tunings import decode_kernel
+
+    if "problem" not in layer:
+        return _stock(layer, layer["reason"])
+    problem = tuned_tiles.Problem(**layer["problem"])
+    capability, found = decode_kernel.MEASURED_ON, None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", 0)
+        capability = torch.cuda.get_device_capability(device)
+        found = tuned_tiles.look_up(tuned_tiles.folder_of(settings), decode_kernel.gpu_name(device), problem)
+    size = 3 * problem.intermediate * problem.hidden * (1 if problem.dtype.startswith("fp8") else 2)
+    tokens, reason = decode_kernel.reach(problem, size, capability, found, settings.decode_tokens)
+    return {**layer, "decode_tokens": tokens, "reason": reason}
 
 
 def _import_targets() -> None:
@@ -99,11 +129,39 @@ def _gpu() -> str:
     return f"{torch.cuda.get_device_name(0)} (sm{''.join(map(str, torch.cuda.get_device_capability(0)))})"
 
 
-def examine() -> dict[str, Any]:
+def layer_of(model: pathlib.Path, tp: int, ep: int) -> dict[str, Any]:
+    """A checkpoint's MoE layer on one rank: ``{"model", "problem"}``, or a ``"reason"`` why the decode kernel takes none.
+
+    Raises:
+        DoctorError: its experts cannot be shared out like that, or it is no MoE model's checkpoint.
+    """
+    from vllm_moe_tune_plugin import checkpoint
+    from vllm_moe_tune_plugin.tuned_tiles import Problem
+
+    try:
+        config = checkpoint.read(model)
+        experts = checkpoint.experts_of(config)["num_experts"]
+        if experts % ep:
+            raise DoctorError(f"{experts} experts cannot be shared out to {ep} ranks")
+        try:
+            shape, dtype = checkpoint.layer_of(config, tp)
+        except checkpoint.CheckpointError as error:
+            return {"model": str(model), "reason": str(error)}
+    except checkpoint.CheckpointError as error:
+        raise DoctorError(str(error)) from error
+    problem = Problem(experts, experts // ep, shape.top_k, shape.intermediate, shape.hidden, dtype)
+    return {"model": str(model), "problem": dataclasses.asdict(problem)}
+
+
+def examine(layer: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Take the look in a fresh process.
 
+    Args:
+        layer: what :func:`layer_of` gives, to be told for how many tokens the decode kernel serves it.
+
     Returns:
-        ``{"stack": {...}, "settings": {...}, "tunings": [{"name", "state", "reason", "patches": [...]}]}``.
+        ``{"stack": {...}, "settings": {...}, "tunings": [{"name", "state", "reason", "patches": [...]}]}``; with a layer
+        also ``"layer": {"model", "problem", "decode_tokens", "reason"}``.
 
     Raises:
         DoctorError: vLLM is not installed, or breaks when it is imported.
@@ -114,7 +172,7 @@ def examine() -> dict[str, Any]:
         result = pathlib.Path(folder) / "look.json"
         # Without a GPU vLLM swaps triton for a placeholder, unless it is told that there is none to look for.
         environ = os.environ if _has_nvidia_driver() else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", __name__, str(result)]
+        command = [sys.executable, "-m", __name__, str(result), json.dumps(layer)]
         run = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if run.returncode != 0 or not result.exists():
             last = next((line for line in reversed(run.stdout.splitlines()) if line.strip()), "no output")
@@ -132,4 +190,4 @@ def has_failed(look: dict[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    pathlib.Path(sys.argv[1]).write_text(json.dumps(_look()))
+    pathlib.Path(sys.argv[1]).write_text(json.dumps(_look(json.loads(sys.argv[2]))))

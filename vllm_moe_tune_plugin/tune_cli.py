@@ -3,48 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
-from collections.abc import Mapping
-from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from vllm_moe_tune_plugin import tuned_tiles
+from vllm_moe_tune_plugin import checkpoint, tuned_tiles
 from vllm_moe_tune_plugin.bench import schema
 from vllm_moe_tune_plugin.bench.schema import BenchError
 from vllm_moe_tune_plugin.bench.shapes import DTYPES, Shape
-from vllm_moe_tune_plugin.coverage import CoverageError, from_model
-
-#: How a checkpoint's quantisation is named here.
-_DTYPES = {"bf16": "bf16", "fp8_block": "fp8-block", "fp8_tensor": "fp8"}
-
-
-def layer_of_model(config: Mapping[str, Any], tp: int) -> tuple[Shape, str]:
-    """The MoE layer of a checkpoint's `config.json` on one of ``tp`` ranks, and its weights' dtype.
-
-    Raises:
-        BenchError: the decode kernels have no form for it.
-        CoverageError: it is no MoE model's.
-    """
-    told = from_model(config)
-    text = config.get("text_config") or config
-    if told["quantization"] not in _DTYPES:
-        raise BenchError(f"the decode kernel takes {', '.join(DTYPES)}; this model's experts are in another format")
-    dtype = _DTYPES[told["quantization"]]
-    if dtype == "bf16" and "float16" in (text.get("torch_dtype"), text.get("dtype")):
-        dtype = "fp16"
-    if told["intermediate_size"] % tp:
-        raise BenchError(f"{tp} ranks cannot share an intermediate size of {told['intermediate_size']}")
-    name = str(text.get("model_type", "model"))
-    shape = Shape(name, told["num_experts"], told["top_k"], told["intermediate_size"] // tp, told["hidden_size"])
-    if name == "gpt_oss":
-        shape = dataclasses.replace(shape, activation="swigluoai", has_bias=True)
-    elif name.startswith("llama4"):
-        shape = dataclasses.replace(shape, router_weight_on_input=True)
-    return shape, dtype
 
 
 @click.command()
@@ -82,7 +50,7 @@ def tune(
         raise click.UsageError("name one layer: by --model or by --shape")
     try:
         if model is not None:
-            shape, told = layer_of_model(json.loads((model / "config.json").read_text()), tp)
+            shape, told = checkpoint.layer_of(checkpoint.read(model), tp)
         else:
             shape, told = Shape.parse(str(shape_text)), "bf16"
             shape = dataclasses.replace(shape, intermediate=shape.intermediate // tp)
@@ -100,7 +68,7 @@ def tune(
             ratios={str(row["key"]["tokens"]): row["ratio"] for row in found.rows},
             found_with={name: environment[name] for name in ("time", "vllm", "torch", "triton", "plugin")},
         )
-    except (BenchError, CoverageError, OSError, ValueError) as error:
+    except (BenchError, checkpoint.CheckpointError, OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
 
     table = Table("tokens", "stock us", "tuned us", "ratio", box=None, padding=(0, 2, 0, 0))

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_moe_tune_plugin.settings import Settings
+
 logger = logging.getLogger("vllm.moe_tune")
 
 #: The fields of a kernel's tiles and the largest value of each.
@@ -84,6 +86,11 @@ class Entry:
 def default_folder() -> pathlib.Path:
     """The user's cache."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "vllm-moe-tune-plugin"
+
+
+def folder_of(settings: Settings) -> pathlib.Path:
+    """Where engines with these settings look."""
+    return pathlib.Path(settings.cache_dir) if settings.cache_dir else default_folder()
 
 
 def file_of(folder: pathlib.Path, gpu: str) -> pathlib.Path:

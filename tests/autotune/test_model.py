@@ -143,26 +143,6 @@ def test_two_processes_of_different_ranks_have_one_fingerprint():
     assert len(marks) == 1
 
 
-def test_a_checkpoint_tells_its_shape():
-    config = {
-        "hidden_size": 7168,
-        "moe_intermediate_size": 2048,
-        "intermediate_size": 18432,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    }
-    assert coverage.from_model(config) == {
-        "hidden_size": 7168,
-        "intermediate_size": 2048,
-        "num_experts": 256,
-        "top_k": 8,
-        "quantization": "fp8_block",
-    }
-    with pytest.raises(coverage.CoverageError, match="num_experts"):
-        coverage.from_model({"hidden_size": 4096, "intermediate_size": 11008})
-
-
 def test_around_lets_the_stock_call_be_and_fails_safe():
     left: list[str] = []
 

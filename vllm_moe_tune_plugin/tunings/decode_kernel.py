@@ -5,12 +5,12 @@ layer: gate and up projections with the activation, then the down projection wit
 intermediate round trips, no separate activation and sum, fp32 accumulation, the same bits in every run.
 
 When: for weights in bf16, fp16 or fp8 (scales for each tensor, channel or block), with or without expert parallelism, where
-every condition is proven (:func:`why_stock` says which one is not), and only up to the number of tokens at which it was
-measured to win: on Hopper by :func:`window`, on any GPU by what ``vllm-moe-tune tune`` found there. With fp8 the activated
-rows between the two projections stay in the output's type where stock quantises them once more: the result is nearer to the
-exact one. ``MOE_TUNE_DECODE_TOKENS`` sets another
-number of tokens, on any GPU. Everything else is exactly stock. A subclass of ``TritonExperts`` keeps its
-own behaviour, and so does an instance of which a step was replaced (LoRA).
+every condition is proven (:func:`why_stock` says which one is not; ``MOE_TUNE_LOG=debug`` logs it), and only up to the number
+of tokens at which it was measured to win (:func:`reach`; ``vllm-moe-tune doctor --model DIR`` tells it): on Hopper by
+:func:`window`, on any GPU by what ``vllm-moe-tune tune`` found there. ``MOE_TUNE_DECODE_TOKENS`` sets another number of
+tokens, on any GPU. Everything else is exactly stock. A subclass of ``TritonExperts`` keeps its own behaviour, and so does an
+instance of which a step was replaced (LoRA). With fp8 the activated rows between the two projections stay in the output's
+type where stock quantises them once more: the result is nearer to the exact one.
 
 Upstream: nothing like it up to vLLM 0.33. The idea of a GEMV path for decode was proposed and closed in PR 41379.
 Delete when: vLLM has a fused path for few tokens that is as fast.
@@ -19,8 +19,8 @@ Delete when: vLLM has a fused path for few tokens that is as fast.
 from __future__ import annotations
 
 import functools
+import logging
 import os
-import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +36,8 @@ from vllm_moe_tune_plugin.settings import Settings
 from vllm_moe_tune_plugin.stack import Argument, first_existing
 from vllm_moe_tune_plugin.tuned_tiles import Entry, Problem
 from vllm_moe_tune_plugin.tunings.tuple_routing import runs_triton
+
+logger = logging.getLogger("vllm.moe_tune")
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 
@@ -118,6 +120,28 @@ def window(num_experts: int, top_k: int, expert_bytes: int) -> int:
     """
     sparsity, most = SMALL if expert_bytes <= SMALL_EXPERT else LARGE
     return min(most, num_experts // sparsity // top_k)
+
+
+def reach(
+    problem: Problem, expert_bytes: int, capability: tuple[int, int], found: Entry | None, decode_tokens: int | None
+) -> tuple[int, str]:
+    """The largest number of tokens for which the two kernels are used, and what says so.
+
+    Args:
+        problem: the layer.
+        expert_bytes: bytes of one expert's weights.
+        capability: the GPU's compute capability.
+        found: what a search found for this layer on this GPU model.
+        decode_tokens: the user's setting.
+    """
+    if decode_tokens is not None:
+        return decode_tokens, "MOE_TUNE_DECODE_TOKENS"
+    if found is not None:
+        return found.tokens, "as vllm-moe-tune tune found on this GPU model"
+    if capability != MEASURED_ON:
+        return 0, "not measured on this GPU: run vllm-moe-tune tune"
+    tokens = window(problem.local_experts, problem.top_k, expert_bytes)
+    return tokens, "as measured on Hopper" if tokens else "too many experts for each token, of those on this rank"
 
 
 def why_stock(experts: Any, call: Call, stock_class: type) -> str:
@@ -219,7 +243,10 @@ def _host_resident(module: Any) -> Callable[[torch.Tensor, torch.Tensor], bool]:
     return answer
 
 
-def _decide(target: str, decode_tokens: int | None, folder: pathlib.Path) -> Callable[[Any], Advice | Verdict]:
+def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict]:
+    decode_tokens, folder = settings.decode_tokens, tuned_tiles.folder_of(settings)
+    told: set[str] = set()
+
     def decide(function: Any) -> Advice | Verdict:
         if torch.version.hip is not None:
             return unsupported("written for NVIDIA GPUs")
@@ -236,10 +263,19 @@ def _decide(target: str, decode_tokens: int | None, folder: pathlib.Path) -> Cal
             if not 0 < tokens <= most:
                 return STOCK
             call = Call(*(argument.get(args, kwargs) for argument in arguments))
-            if why_stock(experts, call, stock_class) or host_resident(call.w1, call.w2):
+            why = why_stock(experts, call, stock_class)
+            if not why and host_resident(call.w1, call.w2):
+                why = "weights are on the host"
+            if why:
+                if settings.log == "debug" and why not in told:
+                    told.add(why)
+                    # At INFO, because vLLM's handlers drop what is below their own level.
+                    logger.info("moe-tune: decode_kernel leaves a layer stock: %s", why)
                 return STOCK
-            found = tuned_tiles.look_up(folder, gpu_name(call.w1.device), _problem(experts, call))
-            if decode_tokens is None and tokens > (_window(call) if found is None else found.tokens):
+            device, problem = call.w1.device, _problem(experts, call)
+            found = tuned_tiles.look_up(folder, gpu_name(device), problem)
+            reached, _ = reach(problem, _expert_bytes(call), _capability(device), found, decode_tokens)
+            if tokens > reached:
                 return STOCK
             _run(experts, call, found)
             return None
@@ -251,8 +287,8 @@ def _decide(target: str, decode_tokens: int | None, folder: pathlib.Path) -> Cal
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    major, minor = torch.cuda.get_device_capability(device)
-    return major, minor
+    """The compute capability; the interpreter stands for the GPUs on which the kernels were measured."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else MEASURED_ON
 
 
 @functools.cache
@@ -261,14 +297,8 @@ def gpu_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
 
 
-def _window(call: Call) -> int:
-    """The window where nobody has searched: as measured on Hopper, and nothing on another GPU."""
-    device = call.w1.device
-    if device.type == "cuda" and _capability(device) != MEASURED_ON:
-        return 0
-    experts = call.w1.size(0)
-    expert_bytes = (call.w1.numel() + call.w2.numel()) // experts * call.w1.element_size()
-    return window(experts, call.topk_ids.size(1), expert_bytes)
+def _expert_bytes(call: Call) -> int:
+    return int((call.w1.numel() + call.w2.numel()) // call.w1.size(0) * call.w1.element_size())
 
 
 def _problem(experts: Any, call: Call) -> Problem:
@@ -311,5 +341,4 @@ def _run(experts: Any, call: Call, found: Entry | None) -> None:
 
 def patches(settings: Settings) -> Sequence[Patch]:
     target = first_existing(f"{FUSED_MOE}.experts.triton_moe:TritonExperts.apply", f"{FUSED_MOE}.fused_moe:TritonExperts.apply")
-    folder = pathlib.Path(settings.cache_dir) if settings.cache_dir else tuned_tiles.default_folder()
-    return (Patch(target, _decide(target, settings.decode_tokens, folder)),)
+    return (Patch(target, _decide(target, settings)),)
