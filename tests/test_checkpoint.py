@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_moe_tune_plugin import checkpoint
+from vllm_moe_tune_plugin.bench import models
+from vllm_moe_tune_plugin.bench.shapes import SHAPES
 from vllm_moe_tune_plugin.checkpoint import CheckpointError, layer_of
 
 QWEN = {
@@ -61,3 +64,11 @@ def test_what_is_no_configuration_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="is not JSON"):
         checkpoint.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", [name for name in models.MODELS if name.removesuffix("-fp8") in SHAPES])
+def test_engines_are_measured_with_the_layers_that_are_measured_alone(name: str) -> None:
+    shape, dtype = layer_of(models.MODELS[name], tp=1)
+    known = SHAPES[name.removesuffix("-fp8")]
+    assert dataclasses.replace(shape, name=known.name) == known
+    assert dtype == ("fp8-block" if name.endswith("-fp8") else "bf16")

@@ -173,8 +173,8 @@ def engine(
 ) -> None:
     """A whole engine: vLLM's own benchmark, stock and tuned in turn.
 
-    MODEL is a folder, or one of qwen3-30b-a3b, qwen3-30b-a3b-fp8, mixtral-8x7b, which are run with random weights. What
-    follows `--` goes to vLLM: `bench engine qwen3-30b-a3b -- --max-model-len 4096`.
+    MODEL is a folder, or one of qwen3-30b-a3b, qwen3-next-80b-a3b (both also with -fp8) and mixtral-8x7b, which are run
+    with random weights. What follows `--` goes to vLLM: `bench engine qwen3-30b-a3b -- --max-model-len 4096`.
     """
     from vllm_moe_tune_plugin.bench import engine as bench_engine
 

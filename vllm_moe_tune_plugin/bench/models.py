@@ -44,6 +44,29 @@ _QWEN3_MOE: Mapping[str, Any] = {
     "vocab_size": 151936,
 }
 
+_QWEN3_NEXT: Mapping[str, Any] = {
+    **{name: value for name, value in _QWEN3_MOE.items() if name not in ("max_window_layers", "sliding_window")},
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+}
+
 _MIXTRAL: Mapping[str, Any] = {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
@@ -72,9 +95,14 @@ _MIXTRAL: Mapping[str, Any] = {
 }
 
 
+#: What stays in bf16 in Qwen's own fp8 checkpoints, in each layer that has it.
+_KEPT = ("mlp.gate", "mlp.shared_expert_gate", "linear_attn.conv1d", "linear_attn.in_proj_ba")
+
+
 def _fp8_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with weights in fp8 as Qwen and DeepSeek publish them; routers and the head stay as they are."""
-    kept = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"]))]
+    """The config with weights in fp8 as Qwen publishes them."""
+    layers = range(config["num_hidden_layers"])
+    kept = ["lm_head", *(f"model.layers.{layer}.{module}" for layer in layers for module in _KEPT)]
     return {
         **config,
         "quantization_config": {
@@ -90,6 +118,8 @@ def _fp8_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-30b-a3b": _QWEN3_MOE,
     "qwen3-30b-a3b-fp8": _fp8_block(_QWEN3_MOE),
+    "qwen3-next-80b-a3b": _QWEN3_NEXT,
+    "qwen3-next-80b-a3b-fp8": _fp8_block(_QWEN3_NEXT),
     "mixtral-8x7b": _MIXTRAL,
     # Small enough for a test on a CPU. The vocabulary holds the token ids that vLLM's latency benchmark draws.
     "tiny": {
