@@ -1,0 +1,149 @@
+"""Measure what the issues and the README tell: ``python tests/gpu/measure.py OUT --python 0.33.0=PYTHON ... [NAME ...]``.
+
+Each job is a ``vllm-moe-tune bench`` in the environment of one vLLM release, whose Python is given. Jobs run side by side, as
+many as there are GPUs for; a job of several GPUs waits for them. A job goes on from the file that an earlier call left in
+OUT, so that little is lost where the time is over: all that still runs is then asked to end, which saves finished runs.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import click
+
+#: Long enough for decode to be most of it, short enough for three pairs of engines in ten minutes.
+LENGTHS = ("--iterations", "3", "--warmup", "1", "--output-len", "128", "--greedy-tokens", "24")
+#: Beyond decode's sizes, since prefill outside CUDA graphs waits for the host.
+CAPTURED = ("1", "2", "4", "8", "16", "32", "64", "128", "256", "512", "1024")
+GRAPHS = ("--max-model-len", "4096", "--cudagraph-capture-sizes", *CAPTURED)
+#: What it takes from being asked to end until an engine has left its GPU.
+GRACE_S = 45.0
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Job:
+    """One file of results: ``bench`` with these words in the environment of this vLLM."""
+
+    name: str
+    vllm: str
+    words: Sequence[str]
+    gpus: int = 1
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def engine(name: str, model: str, *arguments: str, batch: str, pairs: int = 3, dp: int = 1, tp: int = 1, **environ: str) -> Job:
+    """``name`` begins with the release: `0.33.0-tp2`."""
+    words = ["engine", model, "--batch", batch, "--pairs", str(pairs), "--dp", str(dp), *LENGTHS, "--", *GRAPHS]
+    words += ["--tensor-parallel-size", str(tp), *arguments]
+    return Job(f"engine-{name}", name.partition("-")[0], words, dp * tp, environ)
+
+
+def layers(name: str) -> Job:
+    words = ["layer", "--dtype", "bf16,fp8-block", "--routing", "uniform", "--tokens", "1,2,4,8,16,32,64", "--seconds", "0.2"]
+    return Job(name, "0.33.0", words)
+
+
+QWEN, NEXT = "qwen3-30b-a3b", "qwen3-next-80b-a3b"
+EXPERTS = "--enable-expert-parallel"
+#: fp8 models: DeepGEMM would compile its kernels for minutes, in both arms.
+NO_JIT = {"VLLM_USE_DEEP_GEMM": "0"}
+
+JOBS = (
+    engine("0.19.1", QWEN, batch="1,2,4,8,16,32"),
+    engine("0.33.0", QWEN, batch="1,2,4,8,16,32,64"),
+    engine("0.26.0", QWEN, batch="1,2,4,8,16,32"),
+    engine("0.33.0-fp8", f"{QWEN}-fp8", batch="1,2,4,8,16", **NO_JIT),
+    engine("0.33.0-no-decode-kernel", QWEN, batch="1,2,4", pairs=1, MOE_TUNE_DISABLE="decode_kernel"),
+    Job("serve-0.33.0", "0.33.0", ("engine", QWEN, "--serve", "--batch", "4,16", "--pairs", "1", "--", *GRAPHS)),
+    layers("layer-0.33.0"),
+    layers("repeat/layer-0.33.0"),
+    engine("0.33.0-tp2", QWEN, batch="1,4,16", tp=2),
+    engine("0.33.0-dp2-ep2", QWEN, EXPERTS, batch="1,4,16", dp=2),
+    *(
+        engine(f"0.33.0{short}-{name}", model, *arguments, batch="1,4,16", dp=dp, tp=tp, **environ)
+        for name, dp, tp, arguments in (("tp4", 1, 4, ()), ("dp4-ep4", 4, 1, (EXPERTS,)), ("dp2-tp2", 2, 2, ()))
+        for short, model, environ in (
+            ("", QWEN, {}),
+            ("-fp8", f"{QWEN}-fp8", NO_JIT),
+            ("-next", NEXT, {}),
+            ("-next-fp8", f"{NEXT}-fp8", NO_JIT),
+        )
+    ),
+)
+
+
+@dataclass
+class Run:
+    job: Job
+    gpus: Sequence[str]
+    process: subprocess.Popen[bytes]
+    begin: float = field(default_factory=time.monotonic)
+
+
+def start(job: Job, gpus: Sequence[str], python: str, out: pathlib.Path, commit: str) -> Run:
+    path = out / f"{job.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    end = job.words.index("--") if "--" in job.words else len(job.words)
+    own = ["-o", str(path), *(["--commit", commit] if commit else [])]
+    command = [python, "-m", "vllm_moe_tune_plugin", "bench", *job.words[:end], *own, *job.words[end:]]
+    environ = {**os.environ, **job.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    with path.with_suffix(".log").open("ab") as log:
+        return Run(job, gpus, subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
+
+
+@click.command()
+@click.argument("out", type=click.Path(file_okay=False, path_type=pathlib.Path))
+@click.argument("names", nargs=-1)
+@click.option("--python", "pythons", multiple=True, required=True, metavar="VLLM=PYTHON", help="Where a release is installed.")
+@click.option("--gpus", default="0", show_default=True, help="GPUs, separated by commas.")
+@click.option("--limit", default=3600.0, show_default=True, help="Seconds after which everything is asked to end.")
+@click.option("--commit", default="", help="The plugin's commit, where its folder is no checkout.")
+def main(out: pathlib.Path, names: Sequence[str], pythons: Sequence[str], gpus: str, limit: float, commit: str) -> None:
+    """Run the jobs NAME... (without any: all whose vLLM is there), each on GPUs of its own."""
+    where = dict(python.split("=", 1) for python in pythons)
+    known = {job.name: job for job in JOBS}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise click.UsageError(f"no job {', '.join(unknown)}; there are {', '.join(known)}")
+    free = gpus.split(",")
+    waiting = [known[name] for name in names or known if known[name].vllm in where and known[name].gpus <= len(free)]
+    running: list[Run] = []
+    outcomes: dict[str, str] = {}
+    deadline = time.monotonic() + limit
+    while (waiting or running) and time.monotonic() < deadline:
+        # In order: a job of several GPUs is not overtaken by those of one, which would keep it waiting.
+        while waiting and waiting[0].gpus <= len(free):
+            job = waiting.pop(0)
+            running.append(start(job, free[: job.gpus], where[job.vllm], out, commit))
+            free = free[job.gpus :]
+        for run in [run for run in running if run.process.poll() is not None]:
+            running.remove(run)
+            free += run.gpus
+            seconds = time.monotonic() - run.begin
+            outcomes[run.job.name] = f"{'finished' if run.process.returncode == 0 else 'FAILED'} after {seconds:.0f} s"
+        time.sleep(POLL_S)
+    for run in running:
+        run.process.terminate()
+        outcomes[run.job.name] = "stopped, the time is over"
+    end = time.monotonic() + GRACE_S
+    for run in running:
+        try:
+            run.process.wait(timeout=max(end - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            run.process.kill()
+            outcomes[run.job.name] = "killed: an engine may still hold its GPU"
+    outcomes |= {job.name: "not begun" for job in waiting}
+    for name, outcome in outcomes.items():
+        click.echo(f"{name}: {outcome}")
+    sys.exit(1 if any("FAILED" in outcome or "killed" in outcome for outcome in outcomes.values()) else 0)
+
+
+if __name__ == "__main__":
+    main()
