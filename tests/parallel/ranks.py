@@ -48,6 +48,20 @@ class Layout:
     experts: bool = False
 
 
+#: Ten starts of an engine, one after the other: the ranks that lost what they had kept, before each.
+STARTS: dict[str, tuple[int, ...]] = {
+    "cold": (),
+    "warm": (),
+    "rank 3 is cold": (3,),
+    "warm again": (),
+    "rank 0 is cold": (0,),
+    "ranks 1 and 2 are cold": (1, 2),
+    "one rank is warm": (0, 1, 3),
+    "all are cold": (0, 1, 2, 3),
+    "warm at last": (),
+    "rank 1 is cold": (1,),
+}
+
 LAYOUTS = {"TP4": Layout(4, 1), "EP4": Layout(4, 1, True), "DP4": Layout(1, 4), "DP2xTP2": Layout(2, 2)}
 
 
@@ -106,7 +120,7 @@ def windows(parallel: Any) -> dict[str, int]:
 
 
 def starts(engine: Any, setup: call_sites.Setup, calls: list[no_gpu.Call], folder: str) -> dict[str, Any]:
-    """What this rank tunes in three starts: with no cache, with what the first left, and with one rank's file lost."""
+    """What this rank tunes in each of the starts."""
     import torch
 
     autotuner = importlib.import_module("flashinfer.autotuner")
@@ -126,8 +140,11 @@ def starts(engine: Any, setup: call_sites.Setup, calls: list[no_gpu.Call], folde
 
     torch.manual_seed(torch.distributed.get_rank())
     found: dict[str, Any] = {"measured": {}}
-    for start in ("cold", "warm", "one rank is cold"):
+    files: list[str] = []
+    for start, lost in STARTS.items():
         real.forget()
+        if torch.distributed.get_rank() in lost and files:
+            (cache / files[torch.distributed.get_rank()]).unlink()
         sites = [real.site_of(KERNEL, calls, setup)]
         measured.clear()
         torch.distributed.barrier()
@@ -137,8 +154,6 @@ def starts(engine: Any, setup: call_sites.Setup, calls: list[no_gpu.Call], folde
         found["measured"][start] = measured.copy()
         torch.distributed.barrier()
         files = sorted(str(path.relative_to(cache)) for path in cache.rglob("*.json"))
-        if start == "warm" and files and torch.distributed.get_rank() == 0:
-            (cache / files[-1]).unlink()
     found["files"] = files
     asked: dict[int, list[real.Asked]] = {}
     for probe in real.PROBES:

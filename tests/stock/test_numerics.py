@@ -70,6 +70,12 @@ def test_sorting_was_skipped_up_to_the_boundary(rows: dict[str, list[dict[str, A
         assert ("low_latency_assignment" in row["acted"]) == expected, row
 
 
+def test_the_count_of_an_unsorted_assignment_is_kept(rows: dict[str, list[dict[str, Any]]]) -> None:
+    """From the second call of a layer on; the first one shows what vLLM answers."""
+    for row in rows["unfused"]:
+        assert ("kept_count" in row["acted"]) == (row["kept_count"] == "applied" and row["tokens"] <= 2), row
+
+
 def measure() -> list[dict[str, Any]]:
     import torch
 
@@ -96,7 +102,7 @@ def measure() -> list[dict[str, Any]]:
                     machine.run_poisoned(program)
                     row[arm.name] = float((program.outputs[0].double() - reference).norm() / reference.norm())
                 states = {tuning["name"]: tuning for tuning in status()}
-                row["low_latency_assignment"] = states["low_latency_assignment"]["state"]
+                row |= {name: states[name]["state"] for name in ("low_latency_assignment", "kept_count")}
                 row["acted"] = [name for name, one in states.items() if sum(patch["tuned"] for patch in one["patches"])]
                 unregister()
                 found.append(row)

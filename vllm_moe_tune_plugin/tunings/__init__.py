@@ -18,6 +18,7 @@ NAMES: tuple[str, ...] = (
     "tuple_routing",
     "int32_ids",
     "low_latency_assignment",
+    "kept_count",
     "decode_kernel",
     "warmup_buckets",
     "cache_identity",

@@ -1,0 +1,99 @@
+"""kept_count: the constant of unsorted assignment is made once, not in each layer.
+
+What: for tiny batches vLLM 0.20 and later skips sorting: it answers with the expert ids as they are and with the count
+``num_tokens_post_padded``, a tensor that a launch fills with the same number in each layer (1.0 to 1.4 us on an H200).
+
+How: what ``_prepare_expert_assignment`` answers depends on its settings and on the shapes of its tensors, never on their
+contents, which nobody can look at inside a CUDA graph. So vLLM decides, once for each such key, and where its answer was
+"unsorted" the count of that answer is kept and given again. What is answered while a CUDA graph is captured belongs to that
+graph and is not kept.
+
+Where it shows: where few tokens do not go to the decode kernel, that is on other GPUs than Hopper before ``vllm-moe-tune
+tune``. vLLM 0.14 to 0.19: low_latency_assignment keeps its own.
+
+Upstream: nothing like it up to vLLM 0.33.
+Delete when: vLLM keeps the count, or the decode kernel serves all that goes unsorted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from vllm_moe_tune_plugin.patching import STOCK, Advice, Args, Kwargs, Observe, Patch, Replace, Verdict, unsupported
+from vllm_moe_tune_plugin.settings import Settings
+from vllm_moe_tune_plugin.stack import Argument, first_existing, function_names
+
+FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+PREPARE = "_prepare_expert_assignment"
+
+
+def key_of(args: Args, kwargs: Kwargs) -> Hashable:
+    """All that the answer can depend on: values, and of tensors their shape, layout, type and device."""
+    return (*map(_key, args), *((name, _key(kwargs[name])) for name in sorted(kwargs)))
+
+
+def _key(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    if isinstance(value, dict):
+        return tuple((name, _key(value[name])) for name in sorted(value))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    hash(value)  # a TypeError for what cannot be told apart
+    found: Hashable = value
+    return found
+
+
+def is_unsorted(topk_ids: torch.Tensor, answer: Any) -> bool:
+    """Whether an answer is (None, the expert ids as they are, a count)."""
+    sorted_ids, expert_ids, count = answer
+    if sorted_ids is not None or expert_ids.data_ptr() != topk_ids.data_ptr():
+        return False
+    flat = (expert_ids.shape, expert_ids.stride(), expert_ids.dtype) == ((topk_ids.numel(),), (1,), topk_ids.dtype)
+    return flat and tuple(count.shape) == (1,)
+
+
+class Kept:
+    """The counts of this process, one for each key that vLLM answered with "unsorted"."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Hashable, torch.Tensor] = {}
+
+    def decide_answer(self, function: Any) -> Advice | Verdict:
+        if "full" not in function_names(function):
+            return unsupported("this vLLM makes no count there")
+        ids = Argument(function, "topk_ids")
+
+        def answer(_: Any, args: Args, kwargs: Kwargs) -> Any:
+            count = self._counts.get(key_of(args, kwargs))
+            return STOCK if count is None else (None, ids.get(args, kwargs).view(-1), count)
+
+        return Replace(answer)
+
+    def decide_learn(self, function: Any) -> Advice | Verdict:
+        ids = Argument(function, "topk_ids")
+
+        def learn(_: Any, args: Args, kwargs: Kwargs, answer: Any) -> None:
+            topk_ids = ids.get(args, kwargs)
+            if topk_ids.numel() and is_unsorted(topk_ids, answer) and not _is_capturing(topk_ids.device):
+                self._counts.setdefault(key_of(args, kwargs), answer[2])
+
+        return Observe(learn)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
+
+
+def patches(settings: Settings) -> Sequence[Patch]:
+    kept = Kept()
+    target = first_existing(f"{FUSED_MOE}.experts.triton_moe:{PREPARE}", f"{FUSED_MOE}.fused_moe:{PREPARE}")
+    also = (f"{FUSED_MOE}.fused_moe:{PREPARE}",)
+    return (
+        # The learning wrapper is the inner one: it sees what vLLM answers, and not what was kept.
+        Patch(target, kept.decide_learn, also=also, serves=True),
+        Patch(target, kept.decide_answer, also=also),
+    )
