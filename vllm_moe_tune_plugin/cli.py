@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -17,6 +16,7 @@ from vllm_moe_tune_plugin.bench.cli import bench
 from vllm_moe_tune_plugin.coverage_cli import coverage
 from vllm_moe_tune_plugin.ledger import State
 from vllm_moe_tune_plugin.settings import HELP
+from vllm_moe_tune_plugin.terminal import new_console
 from vllm_moe_tune_plugin.tune_cli import tune
 
 _COLOURS = {
@@ -69,7 +69,7 @@ def doctor(verbose: bool, as_json: bool, model: pathlib.Path | None, tp: int, ep
 
 
 def _print_look(look: dict[str, Any], verbose: bool) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = new_console()
     stack = look["stack"]
     packages = ("vllm", "flashinfer-python", "torch", "triton", "wrapt", "python")
     console.print(f"moe-tune {stack['plugin']} with", ", ".join(f"{name} {stack[name] or 'absent'}" for name in packages))
@@ -112,7 +112,7 @@ def selftest() -> None:
     table = Table("check", "acted", "stock", "tuned", "", box=None, padding=(0, 2, 0, 0))
     for check in checks:
         table.add_row(check.what, check.tunings or "-", check.stock, check.tuned, "pass" if check.passed else "[red]FAIL[/]")
-    Console(soft_wrap=True, highlight=False).print(table)
+    new_console().print(table)
     failed = sum(not check.passed for check in checks)
     click.echo(f"{len(checks) - failed} passed, {failed} failed")
     sys.exit(1 if failed else 0)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -23,6 +22,7 @@ from vllm_moe_tune_plugin.coverage import (
     Side,
     examine,
 )
+from vllm_moe_tune_plugin.terminal import new_console
 
 _MEANING = {
     "tuned": "a tactic tuned for as many tokens or more",
@@ -65,7 +65,7 @@ def coverage(model: pathlib.Path | None, as_json: bool, plot: pathlib.Path | Non
 
 
 def _print(found: Coverage) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = new_console()
     serving = found.serving
     console.print(
         f"vLLM {found.vllm}, FlashInfer {found.flashinfer}: an MoE layer sees up to {serving.tokens} tokens "

@@ -19,10 +19,14 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_moe_tune_plugin import plugin, register, status, tactics, unregister
+from vllm_moe_tune_plugin.bench import experts
+from vllm_moe_tune_plugin.bench import layer as bench
+from vllm_moe_tune_plugin.bench.experts import Layer, Weights
+from vllm_moe_tune_plugin.bench.shapes import Shape, draw_routing
 from vllm_moe_tune_plugin.ledger import State
 from vllm_moe_tune_plugin.stack import exists
 
@@ -70,57 +74,66 @@ def run() -> list[Check]:
     return checks
 
 
-def _acted(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
-    """The tunings that changed a call between two looks."""
-
-    def tuned(look: list[dict[str, Any]]) -> dict[str, int]:
-        return {tuning["name"]: sum(patch["tuned"] for patch in tuning["patches"]) for tuning in look}
-
-    earlier = tuned(before)
-    return ", ".join(name for name, count in tuned(after).items() if count > earlier.get(name, 0))
-
-
 # ---- layers
 
 
-def _layers() -> Iterator[Check]:
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One layer, stock and tuned.
+
+    Attributes:
+        stock, tuned: relative error against float64.
+        acted: the tunings that changed a call.
+        states: of all tunings.
+    """
+
+    dtype: str
+    tokens: int
+    stock: float
+    tuned: float
+    acted: Sequence[str]
+    states: Mapping[str, str]
+
+
+def compare(shape: Shape, dtypes: Sequence[str], tokens: Sequence[int], machine: bench.Machine) -> Iterator[Compared]:
+    """vLLM's MoE layer with new weights, inputs and routings, with outputs and workspaces full of NaN before each run."""
     import torch
 
-    from vllm_moe_tune_plugin.bench import layer as bench
-    from vllm_moe_tune_plugin.bench.experts import Layer, Weights, torch_dtype
-    from vllm_moe_tune_plugin.bench.shapes import Shape, draw_routing
-
-    machine = bench.start(interpret=not torch.cuda.is_available())
-    config = importlib.import_module("vllm.config")
-    # 16 experts of two each: sorting is skipped up to 2 tokens, the decode kernel takes up to 4.
-    shape = Shape("selftest", num_experts=16, top_k=2, intermediate=64, hidden=96)
-    with torch.inference_mode(), config.set_current_vllm_config(config.VllmConfig()):
-        for dtype in ("bf16", "fp16"):
+    with torch.inference_mode(), bench.vllm_config():
+        for dtype in dtypes:
             layer = Layer(shape, dtype, Weights.random(shape, dtype, machine.device), 1, machine.device)
-            for tokens in (1, 2, 3, 5):
-                x = torch.randn(tokens, shape.hidden, dtype=torch_dtype(dtype), device=machine.device)
-                ids, weights = (part[0] for part in draw_routing(shape, "uniform", 1, tokens, machine.device))
+            for count in tokens:
+                x = torch.randn(count, shape.hidden, dtype=experts.torch_dtype(dtype), device=machine.device)
+                ids, weights = (part[0] for part in draw_routing(shape, "uniform", 1, count, machine.device))
                 reference = layer.reference(x, weights, ids)
                 errors = {}
                 for arm in (bench.STOCK, bench.TUNED):
                     program = bench.Program(arm)
                     machine.prepare(program, lambda: [layer(x, weights, ids)])  # noqa: B023  (used before they change)
-                    before = status()
                     machine.run_poisoned(program)
-                    error = (program.outputs[0].double() - reference).norm() / reference.norm()
-                    errors[arm.name] = float(error)
-                    acted = _acted(before, status())
-                # A captured graph counts when it is captured, not when it is replayed.
-                acted = acted or _acted([], status())
+                    errors[arm.name] = float((program.outputs[0].double() - reference).norm() / reference.norm())
+                # Of the session that the tuned arm began: a captured graph counts when it is captured.
+                look = status()
                 unregister()
-                passed = errors["tuned"] <= max(MARGIN * errors["stock"], FLOOR[dtype])
-                yield Check(
-                    f"Triton experts, {dtype}, {tokens} tokens, against float64",
-                    acted,
-                    f"error {errors['stock']:.1e}",
-                    f"error {errors['tuned']:.1e}",
-                    passed,
-                )
+                acted = [tuning["name"] for tuning in look if any(patch["tuned"] for patch in tuning["patches"])]
+                states = {tuning["name"]: tuning["state"] for tuning in look}
+                yield Compared(dtype, count, errors["stock"], errors["tuned"], acted, states)
+
+
+def _layers() -> Iterator[Check]:
+    import torch
+
+    machine = bench.start(interpret=not torch.cuda.is_available())
+    # 16 experts of two each: sorting is skipped up to 2 tokens, the decode kernel takes up to 4.
+    shape = Shape("selftest", num_experts=16, top_k=2, intermediate=64, hidden=96)
+    for row in compare(shape, ("bf16", "fp16"), (1, 2, 3, 5), machine):
+        yield Check(
+            f"Triton experts, {row.dtype}, {row.tokens} token{'s' * (row.tokens > 1)}, against float64",
+            ", ".join(row.acted),
+            f"error {row.stock:.1e}",
+            f"error {row.tuned:.1e}",
+            row.tuned <= max(MARGIN * row.stock, FLOOR[row.dtype]),
+        )
     yield from _packing(machine.device)
 
 
@@ -191,9 +204,6 @@ def _buckets(fused_moe: Any, calls: list[Any], states: dict[str, State], autotun
 def _learn_a_config() -> int:
     """Have vLLM build a config of MAX_NUM_TOKENS and DP_SIZE; the estimate that must follow from it."""
     import torch
-
-    from vllm_moe_tune_plugin.bench import experts
-    from vllm_moe_tune_plugin.bench.shapes import Shape
 
     config = importlib.import_module("vllm.model_executor.layers.fused_moe.config")
     shape = Shape("selftest", EXPERTS, TOP_K, INNER, HIDDEN)

