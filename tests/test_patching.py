@@ -170,6 +170,21 @@ def test_one_wrapper_for_one_object_with_two_names(session):
     assert package.function is package.core.function
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_of_ours_on_one_object_with_two_names(session, first):
+    """Whichever goes first, both are gone, and nobody is said to hold on to them."""
+    module = importlib.import_module("prey.core")
+    package = importlib.import_module("prey")
+    before = module.function
+    patches = [ALIASED.patch(), ALIASED.patch()]
+    for patch in patches:
+        patch.attempt()
+    assert patches[first].undo()
+    assert package.function is module.function is not before
+    assert patches[1 - first].undo()
+    assert package.function is module.function is before
+
+
 # --- with a foreign wrapper ------------------------------------------------------------------------------------------------
 
 

@@ -276,13 +276,22 @@ class _Place:
     wrapper: wrapt.FunctionWrapper[..., Any]
     inherited: bool
 
-    def restore(self) -> bool:
-        """Put the original back; False where a foreign wrapper keeps ours and cannot be made to let go."""
+    def restore(self, let_go: set[tuple[int, int]]) -> bool:
+        """Put the original back; False where a foreign wrapper keeps ours and cannot be made to let go.
+
+        ``let_go``: the wrappers around ours that did, with ours: they may stand under several names.
+        """
         # Not what was found when the patch was applied: a foreign wrapper below may have come or gone since.
         original = self.wrapper.__wrapped__
         current = vars(self.parent).get(self.name)
         if not _is_or_binds(current, self.wrapper):
-            return current is None or _relink(current, self.wrapper, original)
+            pair = id(current), id(self.wrapper)
+            if current is None or pair in let_go:
+                return True
+            if _relink(current, self.wrapper, original):
+                let_go.add(pair)
+                return True
+            return False
         if self.inherited:
             delattr(self.parent, self.name)
         else:
@@ -414,7 +423,8 @@ class Patch:
         """Restore every original object; whether nothing of the wrapper is left anywhere."""
         with _lock:
             self.applied = False
-            clean = [place.restore() for place in reversed(self._places)]
+            let_go: set[tuple[int, int]] = set()
+            clean = [place.restore(let_go) for place in reversed(self._places)]
             self._places.clear()
             return all(clean)
 

@@ -142,16 +142,21 @@ class Weights:
 
 
 class Layer:
-    """A stock MoE layer of one shape, callable like a model's layer after its router."""
+    """A stock MoE layer of one shape, callable like a model's layer after its router.
 
-    def __init__(self, shape: Shape, dtype: str, weights: Weights, ep: int, device: Any) -> None:
+    ``experts``: the class that computes it, as `module:name`; TritonExperts if empty. ``more``: fields of its FusedMoEConfig.
+    """
+
+    def __init__(
+        self, shape: Shape, dtype: str, weights: Weights, ep: int, device: Any, experts: str = "", **more: Any
+    ) -> None:
         self.shape = shape
         self.weights = weights.of_rank(ep)
         config = importlib.import_module(f"{FUSED_MOE}.config")
         local = shape.num_experts // ep
         self.expert_map = _expert_map(shape.num_experts, local, device) if ep > 1 else None
-        built = moe_config(config, shape, local, ep, dtype, device)
-        experts = _call(_named(_experts_target()), moe_config=built, quant_config=self._quant_config(config, dtype))
+        built = moe_config(config, shape, local, ep, dtype, device, **more)
+        experts_class = _named(experts or _experts_target())
         kernels = importlib.import_module(f"{FUSED_MOE}.modular_kernel")
         prepare = importlib.import_module(f"{FUSED_MOE}.prepare_finalize")
         # A class that does all since 0.17; up to 0.16 a module.
@@ -160,7 +165,7 @@ class Layer:
         kernel = _call(
             kernel_class,
             prepare_finalize=prepare_class(),
-            fused_experts=experts,
+            fused_experts=_call(experts_class, moe_config=built, quant_config=self._quant_config(config, dtype)),
             moe_parallel_config=built.moe_parallel_config,
         )
         self._apply = kernel.apply if kernel_class.__name__ == "FusedMoEKernel" else kernel.forward
@@ -234,7 +239,7 @@ def _expert_map(num_experts: int, local: int, device: Any) -> Any:
     return expert_map
 
 
-def moe_config(config: Any, shape: Shape, local: int, ep: int, dtype: str, device: Any) -> Any:
+def moe_config(config: Any, shape: Shape, local: int, ep: int, dtype: str, device: Any, **more: Any) -> Any:
     """vLLM's ``FusedMoEConfig`` of the first of ``ep`` ranks, which holds ``local`` experts."""
     parallel = _call(
         config.FusedMoEParallelConfig,
@@ -268,5 +273,6 @@ def moe_config(config: Any, shape: Shape, local: int, ep: int, dtype: str, devic
         in_dtype=torch_dtype(dtype),
         has_bias=shape.has_bias,
         **{width: shape.intermediate},
+        **more,
     )
     return config.FusedMoEConfig(**{name: value for name, value in arguments.items() if name in fields})
