@@ -154,6 +154,7 @@ def starts(engine: Any, setup: call_sites.Setup, calls: list[no_gpu.Call], folde
         found["measured"][start] = measured.copy()
         torch.distributed.barrier()
         files = sorted(str(path.relative_to(cache)) for path in cache.rglob("*.json"))
+        torch.distributed.barrier()  # all have seen all files before any is lost
     found["files"] = files
     asked: dict[int, list[real.Asked]] = {}
     for probe in real.PROBES:
