@@ -14,7 +14,7 @@ PREFIX = "MOE_TUNE_"
 #: Every setting, with the line that ``vllm-moe-tune doctor`` and the README show for it.
 HELP: Mapping[str, str] = {
     "MOE_TUNE_DISABLE": "`all`, or names of tunings separated by commas: these stay stock",
-    "MOE_TUNE_LOG": "`debug`: one line for every patch, in every process",
+    "MOE_TUNE_LOG": "`debug`: one line for every patch, in every process, and why the decode kernel leaves a layer stock",
     "MOE_TUNE_STATUS_DIR": "a folder: each worker leaves its states and call counts there as JSON",
     "MOE_TUNE_DECODE_TOKENS": "a number: most tokens for the decode kernel instead of what was measured; `0`: never",
     "MOE_TUNE_CACHE_DIR": "the folder of what `vllm-moe-tune tune` found; without it, the user's cache",
