@@ -93,7 +93,7 @@ def _print_look(look: dict[str, Any], verbose: bool) -> None:
     if "layer" in look:
         layer = look["layer"]
         tokens = layer["decode_tokens"]
-        serves = f"the decode kernel up to {tokens} tokens, stock beyond" if tokens else "stock"
+        serves = f"with TritonExperts the decode kernel up to {tokens} tokens, stock beyond" if tokens else "stock"
         console.print(f"[bold]{escape(layer['model'])}[/]: {serves}", _because(layer["reason"]))
 
 
