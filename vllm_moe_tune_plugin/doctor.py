@@ -149,8 +149,7 @@ def layer_of(model: pathlib.Path, tp: int, ep: int) -> dict[str, Any]:
             return {"model": str(model), "reason": str(error)}
     except checkpoint.CheckpointError as error:
         raise DoctorError(str(error)) from error
-    problem = Problem(experts, experts // ep, shape.top_k, shape.intermediate, shape.hidden, dtype)
-    return {"model": str(model), "problem": dataclasses.asdict(problem)}
+    return {"model": str(model), "problem": dataclasses.asdict(Problem.of(shape, dtype, ep))}
 
 
 def examine(layer: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def tune(
         path = tuned_tiles.save(
             cache_dir or tuned_tiles.default_folder(),
             gpu,
-            search.problem_of(shape, dtype, ep),
+            tuned_tiles.Problem.of(shape, dtype, ep),
             found.entry,
             ratios={str(row["key"]["tokens"]): row["ratio"] for row in found.rows},
             found_with={name: environment[name] for name in ("time", "vllm", "torch", "triton", "plugin")},

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_moe_tune_plugin.bench.shapes import Shape
 from vllm_moe_tune_plugin.settings import Settings
 
 logger = logging.getLogger("vllm.moe_tune")
@@ -56,6 +57,11 @@ class Problem:
     intermediate: int
     hidden: int
     dtype: str
+
+    @classmethod
+    def of(cls, shape: Shape, dtype: str, ep: int) -> Problem:
+        """A layer whose experts are shared out to ``ep`` ranks."""
+        return cls(shape.num_experts, shape.num_experts // ep, shape.top_k, shape.intermediate, shape.hidden, dtype)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """``bench layer`` through Triton's interpreter: the command as a user calls it, in a process of its own."""
 
 import importlib.util
+import json
 import math
 import os
 import subprocess
@@ -122,3 +123,14 @@ def test_out_of_memory_is_a_row_and_is_tried_again(tmp_path: Path) -> None:
     found = rows(path)
     assert [row["status"] for row in found] == ["ok"] * 4
     assert found[0] == first[2]  # with the samples of the first time
+
+
+def test_account_of_each_kernel(tmp_path: Path) -> None:
+    """tests/gpu/account.py: a kernel that is left out leaves its time out."""
+    script, out = Path(__file__).parents[1] / "gpu" / "account.py", tmp_path / "account.json"
+    words = [str(script), str(out), "--interpret", "--shapes", "tiny", "--dtypes", "bf16", "--tokens", "4"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["limit_us"]["gate_up"] == pytest.approx(2 * row["limit_us"]["down"], rel=1e-2)
+    assert max(row["us"]["gate_up"], row["us"]["down"]) < 0.9 * row["us"]["both"]

@@ -21,7 +21,7 @@ from vllm_moe_tune_plugin.bench.layer import Arm, Job, Machine, Program
 from vllm_moe_tune_plugin.bench.schema import BenchError
 from vllm_moe_tune_plugin.bench.shapes import BLOCK, Shape, draw_routing
 from vllm_moe_tune_plugin.kernels import scales
-from vllm_moe_tune_plugin.tuned_tiles import LIMITS, MOST_TOKENS, Entry, Problem
+from vllm_moe_tune_plugin.tuned_tiles import LIMITS, MOST_TOKENS, Entry
 
 #: A neighbour must be this much faster: less is noise.
 GAIN = 0.99
@@ -118,11 +118,6 @@ class Found:
     rows: Sequence[dict[str, Any]]
 
 
-def problem_of(shape: Shape, dtype: str, ep: int) -> Problem:
-    local = shape.num_experts // ep
-    return Problem(shape.num_experts, local, shape.top_k, shape.intermediate, shape.hidden, dtype)
-
-
 def search(shape: Shape, dtype: str, ep: int, machine: Machine, plan: Plan, say: Callable[[str], None]) -> Found:
     """Search for one layer.
 
@@ -143,7 +138,7 @@ def search(shape: Shape, dtype: str, ep: int, machine: Machine, plan: Plan, say:
             raise BenchError(f"{shape.name} in {dtype}: {made['reason']}")
         size = layers[0].weights.w1.element_size()
         start = dataclasses.asdict(choose_tiles(shape.hidden, shape.intermediate, shape.top_k, size))
-        measure = _kernels_alone(layers, dtype, machine, plan, say)
+        measure = kernels_alone(layers, dtype, machine, plan, say)
         best, speed_up, tried = climb(measure, start, 16 // size, plan.seconds)
 
         rows = []
@@ -170,7 +165,7 @@ def window(rows: Sequence[dict[str, Any]]) -> int:
     return tokens
 
 
-def _kernels_alone(
+def kernels_alone(
     layers: Sequence[experts.Layer], dtype: str, machine: Machine, plan: Plan, say: Callable[[str], None]
 ) -> Measure:
     """The mean time of both kernels over the compared tokens, in microseconds; infinite for tiles that do not compile."""

@@ -1,0 +1,26 @@
+"""The limit that tests/gpu/account.py compares with; the rest of it runs where vLLM is (tests/bench/test_layer_bench.py)."""
+
+from __future__ import annotations
+
+import account
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_moe_tune_plugin.bench.shapes import Shape, draw_routing
+
+
+@given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 64))
+def test_distinct_experts(top_k: int, times: int, tokens: int) -> None:
+    shape = Shape("any", top_k * times, top_k, 1, 1)
+    expected = account.distinct_experts(shape, tokens)
+    assert top_k - 1e-6 <= expected <= min(shape.num_experts, top_k * tokens) + 1e-6
+    assert account.distinct_experts(shape, 1) == pytest.approx(top_k)
+
+
+def test_distinct_experts_are_those_that_are_drawn() -> None:
+    shape = Shape("any", 32, 4, 1, 1)
+    ids, _ = draw_routing(shape, "uniform", 2000, 8, torch.device("cpu"))
+    drawn = sum(len(set(call.flatten().tolist())) for call in ids) / 2000
+    assert account.distinct_experts(shape, 8) == pytest.approx(drawn, rel=0.01)
