@@ -77,5 +77,7 @@ def tune(
         table.add_row(str(row["key"]["tokens"]), *times, f"{row['ratio']:.3f}")
     console.print(table)
     console.print(f"{found.tried} tiles tried; the best are {found.speed_up:.2f} times as fast as the formula's")
-    console.print(f"decode kernel up to {found.entry.tokens} tokens" if found.entry.tokens else "stock is as fast: stays stock")
+    most = found.entry.tokens
+    serves = f"the decode kernel serves up to {most} token{'s' * (most > 1)}" if most else "stock is as fast: it stays stock"
+    console.print(serves)
     console.print(f"saved to {path}; engines on {gpu} read it")

@@ -8,6 +8,7 @@ their overlap.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -34,9 +35,7 @@ class NoLaunch:
 
 def without(kernel: str) -> AbstractContextManager[Any]:
     """One of the two is not launched."""
-    from vllm_moe_tune_plugin.kernels import decode_moe
-
-    return mock.patch.object(decode_moe, kernel, NoLaunch())
+    return mock.patch.object(importlib.import_module("vllm_moe_tune_plugin.kernels.decode_moe"), kernel, NoLaunch())
 
 
 def distinct_experts(shape: Shape, tokens: int) -> float:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import account
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_decode_moe import draw, run
 
 from vllm_moe_tune_plugin.bench.shapes import Shape, draw_routing
+
+
+@pytest.mark.parametrize("kernel", [account.UP, account.DOWN])
+def test_a_kernel_that_is_left_out_writes_nothing(kernels: Any, kernel: str) -> None:
+    problem = draw(2, hidden=32, inner=16)
+    with account.without(kernel):
+        # Of poisoned memory: no activated rows to read, or no output written.
+        assert run(kernels, problem).isnan().all()
+    assert not run(kernels, problem).isnan().any()
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 64))
