@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_decode_moe import draw, run
+from test_decode_moe import draw, kernels, run  # noqa: F401  (kernels is a fixture)
 
 from vllm_moe_tune_plugin.bench.shapes import Shape, draw_routing
 
 
 @pytest.mark.parametrize("kernel", [account.UP, account.DOWN])
-def test_a_kernel_that_is_left_out_writes_nothing(kernels: Any, kernel: str) -> None:
+def test_a_kernel_that_is_left_out_writes_nothing(kernels: Any, kernel: str) -> None:  # noqa: F811
     problem = draw(2, hidden=32, inner=16)
     with account.without(kernel):
         # Of poisoned memory: no activated rows to read, or no output written.
