@@ -141,7 +141,8 @@ def reach(
     if capability != MEASURED_ON:
         return 0, "not measured on this GPU: run vllm-moe-tune tune"
     tokens = window(problem.local_experts, problem.top_k, expert_bytes)
-    return tokens, "as measured on Hopper" if tokens else "too many experts for each token, of those on this rank"
+    few = f"a top-k of {problem.top_k} is too many for {problem.local_experts} experts on a rank: tokens share them"
+    return tokens, "as measured on Hopper" if tokens else few
 
 
 def why_stock(experts: Any, call: Call, stock_class: type) -> str:
