@@ -14,6 +14,7 @@ import re
 import secrets
 import subprocess
 import sys
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -36,8 +37,8 @@ Outcomes = dict[tuple[str, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Outcomes]:
-    """What each run of each site did, by (site, run), without and with the plugin."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory, observed: Future[dict[str, Any]]) -> dict[bool, Outcomes]:
+    """What each run of each site did, by (site, run), without and with the plugin. ``observed`` only begins here."""
     folder = tmp_path_factory.mktemp("call_sites")
     seed = secrets.randbits(32)
     print("seed", seed)
