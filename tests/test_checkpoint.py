@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_moe_tune_plugin import checkpoint
+from vllm_moe_tune_plugin import checkpoint, doctor
 from vllm_moe_tune_plugin.bench import models
 from vllm_moe_tune_plugin.bench.shapes import SHAPES
 from vllm_moe_tune_plugin.checkpoint import CheckpointError, layer_of
@@ -72,3 +73,23 @@ def test_engines_are_measured_with_the_layers_that_are_measured_alone(name: str)
     known = SHAPES[name.removesuffix("-fp8")]
     assert dataclasses.replace(shape, name=known.name) == known
     assert dtype == ("fp8-block" if name.endswith("-fp8") else "bf16")
+
+
+def test_what_doctor_is_told_of_a_model(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(QWEN))
+    assert doctor.layer_of(tmp_path, tp=2, ep=4)["problem"] == {
+        "num_experts": 128,
+        "local_experts": 32,
+        "top_k": 8,
+        "intermediate": 384,
+        "hidden": 2048,
+        "dtype": "bf16",
+    }
+    with pytest.raises(doctor.DoctorError, match="128 experts cannot be shared out to 3 ranks"):
+        doctor.layer_of(tmp_path, tp=1, ep=3)
+    config.write_text(json.dumps({**QWEN, "quantization_config": {"quant_method": "mxfp4"}}))
+    assert "this model's experts are in mxfp4" in doctor.layer_of(tmp_path, tp=1, ep=1)["reason"]
+    config.write_text(json.dumps({"hidden_size": 1}))
+    with pytest.raises(doctor.DoctorError, match="is it an MoE model's"):
+        doctor.layer_of(tmp_path, tp=1, ep=1)

@@ -152,7 +152,7 @@ def check(kernels: Any, problem: SimpleNamespace, tiles: Any = None) -> None:
 
 @pytest.mark.parametrize("tokens", range(10))
 def test_tokens(kernels: Any, tokens: int) -> None:
-    check(kernels, draw(tokens, hidden=48, inner=32))
+    check(kernels, draw(tokens, hidden=48, inner=32), coarse(kernels, 48, 32, 4) if tokens > 4 else None)
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(1, 1), (31, 17), (65, 33), (130, 70), (600, 40), (40, 300), (1100, 31)])
