@@ -141,14 +141,14 @@ def layer_of(model: pathlib.Path, tp: int, ep: int) -> dict[str, Any]:
     try:
         config = checkpoint.read(model)
         experts = checkpoint.experts_of(config)["num_experts"]
-        if experts % ep:
-            raise DoctorError(f"{experts} experts cannot be shared out to {ep} ranks")
-        try:
-            shape, dtype = checkpoint.layer_of(config, tp)
-        except checkpoint.CheckpointError as error:
-            return {"model": str(model), "reason": str(error)}
     except checkpoint.CheckpointError as error:
         raise DoctorError(str(error)) from error
+    if experts % ep:
+        raise DoctorError(f"{experts} experts cannot be shared out to {ep} ranks")
+    try:
+        shape, dtype = checkpoint.layer_of(config, tp)
+    except checkpoint.CheckpointError as error:
+        return {"model": str(model), "reason": str(error)}
     return {"model": str(model), "problem": dataclasses.asdict(Problem.of(shape, dtype, ep))}
 
 

@@ -32,8 +32,11 @@ import tempfile
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+if TYPE_CHECKING:
+    from vllm_moe_tune_plugin.kernels.decode_moe import Tiles
 
 # --------------------------------------------------------------------------------------------------------- environment
 
@@ -112,14 +115,19 @@ def activate() -> None:
     coarsen_tiles()
 
 
+def with_more_rows(tiles: Tiles) -> Tiles:
+    """Tiles for the interpreter, which takes milliseconds for each program, however little it does."""
+    return replace(tiles, up_rows=16, down_rows=16)
+
+
 def coarsen_tiles() -> None:
-    """Give a program of the decode kernels more rows: the interpreter takes milliseconds for each, however little it does."""
+    """Have the decode kernels choose tiles for the interpreter."""
     from vllm_moe_tune_plugin.kernels import decode_moe
 
     by_formula = decode_moe.choose_tiles
 
-    def choose_tiles(hidden: int, intermediate: int, top_k: int, weight_bytes: int) -> decode_moe.Tiles:
-        return replace(by_formula(hidden, intermediate, top_k, weight_bytes), up_rows=16, down_rows=16)
+    def choose_tiles(hidden: int, intermediate: int, top_k: int, weight_bytes: int) -> Tiles:
+        return with_more_rows(by_formula(hidden, intermediate, top_k, weight_bytes))
 
     decode_moe.choose_tiles = choose_tiles
 

@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -28,17 +27,6 @@ from vllm_moe_tune_plugin.bench.layer import STOCK, TUNED, Arm, Machine, Program
 from vllm_moe_tune_plugin.bench.shapes import Shape, draw_routing
 
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.flashinfer_cutlass_moe:FlashInferExperts"
-
-
-@dataclass
-class Side:
-    """One arm and its layer, tuned by vLLM's warm-up."""
-
-    arm: Arm
-    layer: experts.Layer
-
-    def enter(self) -> None:
-        self.arm.enter()
 
 
 @contextmanager
@@ -64,18 +52,18 @@ def inputs(shape: Shape, tokens: int, machine: Machine) -> tuple[Any, Any, Any]:
     return x, weights, ids
 
 
-def warmed_up(arm: Arm, shape: Shape, weights: experts.Weights, batched_tokens: int, machine: Machine) -> Side:
+def warmed_up(arm: Arm, shape: Shape, weights: experts.Weights, batched_tokens: int, machine: Machine) -> experts.Layer:
     """A layer in a process as after an engine's start: the arm entered, nothing tuned before, vLLM's warm-up run."""
     config = importlib.import_module("vllm.config")
-    os.environ["VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"] = tempfile.mkdtemp(prefix="tactics-")
     real.forget()
     arm.enter()
     engine = config.VllmConfig()
     engine.scheduler_config.max_num_batched_tokens = batched_tokens
-    with config.set_current_vllm_config(engine):
+    with config.set_current_vllm_config(engine), tempfile.TemporaryDirectory(prefix="tactics-") as kept:
+        os.environ["VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"] = kept
         made = experts.Layer(shape, "bf16", weights, 1, machine.device, EXPERTS, max_num_tokens=batched_tokens)
         real.warm_up(batched_tokens, lambda tokens: made(*inputs(shape, tokens, machine)), managed=True)
-    return Side(arm, made)
+    return made
 
 
 def measure(machine: Machine, shape: Shape, batched_tokens: int, tokens: Sequence[int], rounds: int) -> list[dict[str, Any]]:
@@ -84,20 +72,18 @@ def measure(machine: Machine, shape: Shape, batched_tokens: int, tokens: Sequenc
     programs: dict[tuple[int, str], Program] = {}
     buckets: dict[tuple[int, str], int] = {}
     for arm in (STOCK, TUNED):
-        side = warmed_up(arm, shape, weights, batched_tokens, machine)
+        made = warmed_up(arm, shape, weights, batched_tokens, machine)
         for count, batch in batches.items():
             program = programs[count, arm.name] = Program(arm)
             with looking_up(count) as found:
-                machine.prepare(program, lambda side=side, batch=batch: [side.layer(*batch)])
+                machine.prepare(program, lambda made=made, batch=batch: [made(*batch)])
             (buckets[count, arm.name],) = {bucket if hit else 0 for bucket, hit in found}
     rows = []
     for count in tokens:
         pair = [programs[count, arm.name] for arm in (STOCK, TUNED)]
         samples: dict[str, list[float]] = {STOCK.name: [], TUNED.name: []}
         for number in range(rounds):
-            turn = pair if number % 2 == 0 else pair[::-1]
-            order = [*turn, *turn[::-1]]
-            for program, sample in zip(order, machine.time(order), strict=True):
+            for program, sample in layer.time_round(machine, pair, number):
                 samples[program.arm.name].append(round(sample, 2))
         stock, tuned = (program.outputs[0].double() for program in pair)
         rows.append(

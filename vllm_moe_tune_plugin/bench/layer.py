@@ -398,6 +398,13 @@ def calls_of(layers: int, machine: Machine, tokens: int) -> int:
     return layers * (-(-MIN_CALLS // layers) if graphs and tokens <= FEW_TOKENS else 1)
 
 
+def time_round(machine: Machine, programs: Sequence[Program], number: int) -> Iterator[tuple[Program, float]]:
+    """One round, A B B A, or B A A B where its number is odd: each run's program and its microseconds."""
+    turn = list(programs if number % 2 == 0 else programs[::-1])
+    order = [*turn, *turn[::-1]]
+    return zip(order, machine.time(order), strict=True)
+
+
 def measure(
     job: Job, machine: Machine, layers: Sequence[experts.Layer], key: Mapping[str, Any], bandwidth: float
 ) -> dict[str, Any]:
@@ -435,9 +442,7 @@ def measure(
             weights.copy_(fresh_weights)
             hit = torch.zeros(calls, shape.num_experts, dtype=torch.bool, device=device)
             distinct += hit.scatter_(1, ids.flatten(1).long(), True)[:, :local].sum()
-            turn = programs if rounds % 2 == 0 else programs[::-1]
-            order = [*turn, *turn[::-1]]
-            for program, sample in zip(order, machine.time(order), strict=True):
+            for program, sample in time_round(machine, programs, rounds):
                 samples[program.arm.name].append(round(sample / calls, 3))
             rounds += 1
 
