@@ -14,6 +14,7 @@ from pathlib import Path
 
 def main(request_file: str, events_file: str) -> None:
     request = json.loads(Path(request_file).read_text())
+    print("engine arguments:", *request["engine_args"])
     tuned = os.environ["VLLM_PLUGINS"] == "moe_tune"
     rank = int(os.environ.get("VLLM_DP_RANK", "0"))
     counter = Path(os.environ["FAKE_DRIVER_COUNTER"])
@@ -35,19 +36,29 @@ def main(request_file: str, events_file: str) -> None:
 
         def tell(**event: object) -> None:
             events.write(json.dumps(event) + "\n")
+            events.flush()
 
-        tell(event="started", seconds=30.0 + run, kv_cache_tokens=1000)
-        for size in request["batch_sizes"]:
-            latency = [size * request["output_len"] / (100 * speed) + wobble for wobble in (-0.001, 0.0, 0.001)]
-            tell(event="latency", batch_size=size, latencies_s=latency, ttft_s=[0.01, 0.01, 0.01])
-        for size in request["batch_sizes"]:
-            tokens = [[7 + request["seed"]] * request["greedy_tokens"] for _ in range(size)]
-            if tuned and os.environ.get("FAKE_DRIVER_PARTS_AT"):
-                tokens[-1][int(os.environ["FAKE_DRIVER_PARTS_AT"])] = 8
-            tell(event="greedy", batch_size=size, tokens=tokens, margins=[[0.5] * request["greedy_tokens"]] * size)
-        tell(event="end", peak_memory_bytes=2**30)
-    sys.stdin.read()
+        for line in sys.stdin:
+            match line.split():
+                case ["start"]:
+                    leave(tuned, rank)
+                    tell(event="started", seconds=30.0 + run, kv_cache_tokens=1000)
+                case ["latency", words]:
+                    size = int(words)
+                    latency = [size * request["output_len"] / (100 * speed) + wobble for wobble in (-0.001, 0.0, 0.001)]
+                    first = [0.01, 0.01, 0.01]
+                    tell(event="latency", batch_size=size, latencies_s=latency, ttft_s=first, peak_memory_bytes=2**30)
+                case ["greedy", words]:
+                    size = int(words)
+                    tokens = [[7 + request["seed"]] * request["greedy_tokens"] for _ in range(size)]
+                    if tuned and os.environ.get("FAKE_DRIVER_PARTS_AT"):
+                        tokens[-1][int(os.environ["FAKE_DRIVER_PARTS_AT"])] = 8
+                    tell(event="greedy", batch_size=size, tokens=tokens, margins=[[0.5] * request["greedy_tokens"]] * size)
+    leave(tuned, rank)
 
+
+def leave(tuned: bool, rank: int) -> None:
+    """The states of a worker, as the plugin leaves them once the engine is up and again at the end."""
     if ("tuned" if tuned else "stock") in os.environ.get("FAKE_DRIVER_LEAVES", "tuned").split(","):
         folder = Path(os.environ["MOE_TUNE_STATUS_DIR"])
         folder.mkdir(parents=True, exist_ok=True)

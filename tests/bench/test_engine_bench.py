@@ -20,12 +20,22 @@ FAKE_DRIVER = (sys.executable, str(Path(__file__).with_name("fake_driver.py")))
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Run `bench engine` with the fake driver; returns what it said. The results are in `tmp_path / "results.json"`."""
 
-    def run(pairs: int = 2, batch_sizes: tuple[int, ...] = (1, 4), dp: int = 1, **behaviour: object) -> list[str]:
+    def run(
+        pairs: int = 2, batch_sizes: tuple[int, ...] = (1, 4), dp: int = 1, together: bool = False, **behaviour: object
+    ) -> list[str]:
         monkeypatch.setenv("FAKE_DRIVER_COUNTER", str(tmp_path / "counter"))
         for name, value in behaviour.items():
             monkeypatch.setenv(f"FAKE_DRIVER_{name.upper()}", str(value))
         job = engine.Job(
-            "tiny", batch_sizes, pairs, output_len=50, greedy_tokens=8, dp=dp, driver=FAKE_DRIVER, log_dir=tmp_path / "logs"
+            "tiny",
+            batch_sizes,
+            pairs,
+            output_len=50,
+            greedy_tokens=8,
+            dp=dp,
+            together=together,
+            driver=FAKE_DRIVER,
+            log_dir=tmp_path / "logs",
         )
         said: list[str] = []
         results = Results(tmp_path / "results.json", "engine", synthetic.ENVIRONMENT, {**engine.METHOD, **job.settings()})
@@ -124,6 +134,40 @@ def test_ranks_that_differ_are_an_error(bench: Callable[..., list[str]]) -> None
 def test_a_rank_that_fails_ends_the_others(bench: Callable[..., list[str]], tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="the stock run failed with status 1: ValueError: a rank did not come up"):
         bench(pairs=1, dp=2, rank_fails=1)
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_two_engines_take_turns(bench: Callable[..., list[str]], tmp_path: Path) -> None:
+    """One start of each arm for all pairs; the arms alternate at each batch size."""
+    said = bench(pairs=2, together=True, speed=1.25)
+
+    found = rows(tmp_path)
+    order = ((0, "stock"), (0, "tuned")), ((1, "tuned"), (1, "stock"))
+    assert [(row["key"]["pair"], row["key"]["arm"]) for row in found] == [run for pair in order for run in pair]
+    assert [row["startup_s"] for row in found] == [30.0, 31.0, None, None]
+    for size in (1, 4):
+        assert engine.ratios(found, size) == pytest.approx([1.25] * 2)
+        assert engine.agreement(found, size) == "same"
+    verdicts = {"stock": "stock", "tuned": "tuned: low_latency_assignment"}
+    assert [row["plugin"]["verdict"] for row in found] == [verdicts[row["key"]["arm"]] for row in found]
+    turns = [line.partition(":")[0] + line.rpartition(" at")[2] for line in said if "tok/s" in line]
+    assert turns == [f"pair {pair + 1}/2 ({arm}) {size}" for own in order for size in (1, 4) for pair, arm in own]
+    logs = [log.read_text() for log in (tmp_path / "logs").iterdir()]
+    assert [f"--gpu-memory-utilization {engine.SHARE}" in log for log in logs] == [True, True]
+
+
+def test_pairs_that_are_there_need_no_engine(bench: Callable[..., list[str]], tmp_path: Path) -> None:
+    bench(pairs=1, together=True)
+    assert bench(pairs=1, together=True) == []
+    bench(pairs=3, together=True)
+    assert [row["startup_s"] for row in rows(tmp_path)] == [30.0, 31.0, 33.0, 32.0, None, None]
+
+
+def test_one_of_two_engines_that_fails_ends_the_other(bench: Callable[..., list[str]], tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="the tuned run failed with status 1: ValueError: the engine did not come up"):
+        bench(together=True, fails_at=1)
+    with pytest.raises(BenchError, match="a tuning failed in a tuned run"):
+        bench(together=True, fails_at=-1, state="failed")
     assert not (tmp_path / "results.json").exists()
 
 

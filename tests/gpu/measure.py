@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import click
 
-#: Long enough for decode to be most of it, short enough for three pairs of engines in ten minutes.
-LENGTHS = ("--iterations", "3", "--warmup", "1", "--output-len", "128", "--greedy-tokens", "24")
+#: Long enough for decode to be most of it, short enough for three pairs in ten minutes.
+LENGTHS = ("--together", "--iterations", "3", "--warmup", "1", "--output-len", "128", "--greedy-tokens", "24")
 #: Beyond decode's sizes, since prefill outside CUDA graphs waits for the host.
 CAPTURED = ("1", "2", "4", "8", "16", "32", "64", "128", "256", "512", "1024")
 GRAPHS = ("--max-model-len", "4096", "--cudagraph-capture-sizes", *CAPTURED)

@@ -152,6 +152,12 @@ def layer(
 @click.option("--warmup", default=2, show_default=True, help="Batches before them.")
 @click.option("--greedy-tokens", default=64, show_default=True, help="Tokens that are compared; 0: none.")
 @click.option("--dp", default=1, show_default=True, help="Data-parallel ranks, each with batches of these sizes.")
+@click.option(
+    "--together",
+    is_flag=True,
+    help="Keep one stock and one tuned engine on the GPU that take turns: no start for each run, and less noise between the "
+    "two of a pair. The model must fit twice.",
+)
 @click.option("--serve", is_flag=True, help="Under load: vllm serve and vllm bench serve.")
 @click.option("--timeout", default=1800.0, show_default=True, help="Seconds after which a run counts as failed.")
 @click.option(
@@ -183,6 +189,8 @@ def engine(
     try:
         if serve and options["dp"] > 1:
             raise BenchError("with --serve data parallelism is vLLM's own: -- --data-parallel-size N")
+        if serve and options["together"]:
+            raise BenchError("with --serve each server has the GPU for itself: leave --together out")
         environment = schema.environment(commit)
         _require_engine(environment)
         job = bench_engine.Job(model, batch_sizes, pairs, serve=serve, engine_args=engine_args, **options)

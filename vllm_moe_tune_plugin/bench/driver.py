@@ -2,8 +2,9 @@
 
 vLLM's own latency benchmark runs once for each batch size. It would start an engine each time, so ``vllm.LLM`` is replaced
 by a stand-in that makes one engine and gives it again. ``VLLM_PLUGINS`` decides whether the engine is tuned; this process
-knows nothing of it. Each finished step is one JSON line in the file EVENTS. At the end it waits until its standard input is
-closed: engines of other data-parallel ranks may still need this one's.
+knows nothing of it. What to do comes line by line on the standard input: ``start``, ``latency N`` or ``greedy N`` for N
+prompts. What was done is one JSON line in the file EVENTS. The engine stays until the standard input is closed: those of
+other data-parallel ranks may need it.
 """
 
 from __future__ import annotations
@@ -50,18 +51,13 @@ class PeakMemory(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.bytes = 0
-        self._over = threading.Event()
 
     def run(self) -> None:
         from vllm_moe_tune_plugin.bench.schema import memory_in_use
 
-        while not self._over.wait(POLL_S):
+        while True:
             self.bytes = max(self.bytes, memory_in_use())
-
-    def stop(self) -> int:
-        self._over.set()
-        self.join()
-        return self.bytes
+            time.sleep(POLL_S)
 
 
 def fixed_prompts(batch_size: int, length: int, seed: int) -> list[list[int]]:
@@ -108,7 +104,7 @@ def main(request_file: str, events_file: str) -> None:
     parser = FlexibleArgumentParser()
     latency.add_cli_args(parser)
 
-    def seconds(batch_size: int, output_len: int) -> Sequence[float]:
+    def seconds(batch_size: int, output_len: int, warmup: int, iterations: int) -> Sequence[float]:
         # The benchmark draws its prompts here. They decide how many experts a batch needs, by more than a tuning gains.
         numpy.random.seed(request["seed"] + batch_size)
         with tempfile.TemporaryDirectory(prefix="moe-tune-") as folder:
@@ -118,8 +114,8 @@ def main(request_file: str, events_file: str) -> None:
                 "--batch-size": batch_size,
                 "--input-len": request["input_len"],
                 "--output-len": output_len,
-                "--num-iters-warmup": request["warmup"],
-                "--num-iters": request["iterations"],
+                "--num-iters-warmup": warmup,
+                "--num-iters": iterations,
                 "--output-json": result,
             }
             words = [str(word) for pair in arguments.items() for word in pair]
@@ -127,13 +123,18 @@ def main(request_file: str, events_file: str) -> None:
             latencies: list[float] = json.loads(pathlib.Path(result).read_text())["latencies"]
             return latencies
 
-    for batch_size in request["batch_sizes"]:
-        first = seconds(batch_size, 1)
-        tell("latency", batch_size=batch_size, latencies_s=seconds(batch_size, request["output_len"]), ttft_s=first)
-    for batch_size in request["batch_sizes"] if request["greedy_tokens"] else ():
-        tell("greedy", batch_size=batch_size, **greedy(engine.engine, batch_size, request))
-    tell("end", peak_memory_bytes=memory.stop())
-    sys.stdin.read()
+    for line in sys.stdin:
+        match line.split():
+            case ["start"]:
+                seconds(1, 1, 0, 1)
+            case ["latency", size]:
+                first, whole = (
+                    seconds(int(size), output_len, request["warmup"], request["iterations"])
+                    for output_len in (1, request["output_len"])
+                )
+                tell("latency", batch_size=int(size), latencies_s=whole, ttft_s=first, peak_memory_bytes=memory.bytes)
+            case ["greedy", size]:
+                tell("greedy", batch_size=int(size), **greedy(engine.engine, int(size), request))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""``bench engine``: vLLM's own benchmarks, stock and tuned in turn, each run in an engine of its own.
+"""``bench engine``: vLLM's own benchmarks, stock and tuned in turn.
 
 Runs go A B B A A B ..., so that each pair of neighbours is one stock and one tuned run and a slow drift of the machine falls
-on both. Only ``VLLM_PLUGINS`` differs between them. A run counts when the states that the engine's own processes leave
-(``MOE_TUNE_STATUS_DIR``) show that it was what it should be: a tuned one tuned, a stock one without the plugin.
+on both. Each run has an engine of its own; or all share one of each arm, both on the same GPUs (``together``): then a pair's
+runs alternate at each batch size, seconds apart, and no run waits for a start. Only ``VLLM_PLUGINS`` differs between them.
+A run counts when the states that the engine's own processes leave (``MOE_TUNE_STATUS_DIR``) show that it was what it should
+be: a tuned one tuned, a stock one without the plugin.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ from vllm_moe_tune_plugin.bench import models, stats
 from vllm_moe_tune_plugin.bench.schema import BenchError, Results, memory_in_use
 
 STOCK, TUNED = "stock", "tuned"
+ARMS = (STOCK, TUNED)
 PLUGINS = {STOCK: "", TUNED: "moe_tune"}
 DRIVER = (sys.executable, "-m", "vllm_moe_tune_plugin.bench.driver")
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
-POLL_S = 0.5
+POLL_S = 0.05
+#: Of the GPU's memory for each of two engines that share it.
+SHARE = "0.47"
 
 #: What an engine on a machine without a network needs, where the user has not said otherwise.
 OFFLINE = {
@@ -70,6 +75,7 @@ class Job:
         pairs: of one stock and one tuned run.
         timeout: seconds for one run.
         dp: data-parallel ranks, each an engine with prompts of its own and batches of ``batch_sizes``.
+        together: one stock and one tuned engine share the GPUs for all pairs.
     """
 
     model: str
@@ -82,6 +88,7 @@ class Job:
     greedy_tokens: int = 64
     timeout: float = 1800.0
     dp: int = 1
+    together: bool = False
     serve: bool = False
     requests_per_slot: int = 8
     engine_args: Sequence[str] = ()
@@ -97,11 +104,17 @@ class Job:
             settings["requests_per_slot"] = self.requests_per_slot
         if self.dp > 1:
             settings["dp"] = self.dp
+        if self.together:
+            settings["together"] = "one engine of each arm is up for all pairs; the runs of a pair alternate at each batch size"
         return {"model": self.model, **settings}
+
+    def order_of(self, pair: int) -> tuple[str, ...]:
+        """A B, B A, A B and so on: a slow drift of the machine falls on both."""
+        return ARMS if pair % 2 == 0 else ARMS[::-1]
 
     def order(self) -> list[tuple[int, str]]:
         """(pair, arm) of each run."""
-        return [(pair, arm) for pair in range(self.pairs) for arm in ((STOCK, TUNED) if pair % 2 == 0 else (TUNED, STOCK))]
+        return [(pair, arm) for pair in range(self.pairs) for arm in self.order_of(pair)]
 
 
 def run(job: Job, results: Results, say: Callable[[str], None]) -> None:
@@ -112,6 +125,9 @@ def run(job: Job, results: Results, say: Callable[[str], None]) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="moe-tune-bench-") as folder:
         model, arguments = _model(job, pathlib.Path(folder))
+        if job.together:
+            _together(job, model, arguments, pathlib.Path(folder), results, say)
+            return
         for number, (pair, arm) in enumerate(job.order()):
             key = {"pair": pair, "arm": arm}
             name = f"run {number + 1}/{2 * job.pairs} ({arm})"
@@ -119,16 +135,10 @@ def run(job: Job, results: Results, say: Callable[[str], None]) -> None:
                 say(f"{name}: finished before")
                 continue
             place = pathlib.Path(folder) / f"run-{number}"
-            place.mkdir()
-            log = place / "log.txt"
-            say_here = functools.partial(_say, say, name)
             try:
-                row = (_serve if job.serve else _latency)(job, model, arguments, arm, place, say_here)
-                row["plugin"] = _plugin(place / "status", arm)
-            except BenchError:
-                _keep_log(job, log, number, arm)
-                raise
-            _keep_log(job, log, number, arm)
+                row = (_serve if job.serve else _latency)(job, model, arguments, arm, place, functools.partial(_say, say, name))
+            finally:
+                _keep_log(job, place / "log.txt", number, arm)
             results.add({"key": key, "status": "ok", **row})
             say(f"{name}: {describe(row)}")
 
@@ -243,19 +253,28 @@ def _failure(what: str, log: pathlib.Path) -> BenchError:
 # ---- vllm bench latency
 
 
-def _latency(
-    job: Job, model: pathlib.Path | str, arguments: Sequence[str], arm: str, place: pathlib.Path, say: Callable[[str], None]
-) -> dict[str, Any]:
-    log, deadline = place / "log.txt", time.monotonic() + job.timeout
-    environ, port = _environment(arm, place / "status"), _free_port()
-    files, processes = [], []
-    with contextlib.ExitStack() as ranks:
+class Engine:
+    """One engine (with data parallelism one for each rank), with its driver that does what it is told.
+
+    A context: nothing of it runs afterwards.
+    """
+
+    def __init__(self, job: Job, model: pathlib.Path | str, arguments: Sequence[str], arm: str, place: pathlib.Path) -> None:
+        self.arm = arm
+        self.log = place / "log.txt"
+        self.status = place / "status"
+        self._job = job
+        self._commands: list[tuple[Sequence[str], Mapping[str, str]]] = []
+        self._files: list[pathlib.Path] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ranks = contextlib.ExitStack()
+        place.mkdir()
+        environ, port = _environment(arm, self.status), _free_port()
         for rank in range(job.dp):
-            request, events_file = place / f"request-{rank}.json", place / f"events-{rank}.jsonl"
+            request, events = place / f"request-{rank}.json", place / f"events-{rank}.jsonl"
             wanted = {
                 "model": str(model),
                 "engine_args": list(arguments),
-                "batch_sizes": list(job.batch_sizes),
                 "input_len": job.input_len,
                 "output_len": job.output_len,
                 "iterations": job.iterations,
@@ -264,29 +283,107 @@ def _latency(
                 "seed": rank,
             }
             request.write_text(json.dumps(wanted))
-            command = [*job.driver, str(request), str(events_file)]
             own = {**environ, **_data_parallel(rank, job.dp, port)} if job.dp > 1 else environ
-            processes.append(ranks.enter_context(_process(command, own, log)))
-            files.append(events_file)
-        seen = 0
-        while True:
-            statuses = [process.poll() for process in processes]
-            events = [_events(file) for file in files]
-            for event in events[0][seen:]:
-                say(_event_line(event))
-            seen = len(events[0])
-            finished = all(own and own[-1]["event"] == "end" for own in events)
-            if finished:
-                for process in processes:
-                    process.stdin.close()  # type: ignore[union-attr]  # it is a pipe
-            if any(statuses) or (None not in statuses and not finished):
-                raise _failure(f"the {arm} run failed with status {next(filter(None, statuses), 0)}", log)
-            if None not in statuses:
-                break
+            self._commands.append(([*job.driver, str(request), str(events)], own))
+            self._files.append(events)
+
+    def __enter__(self) -> Engine:
+        for command, environ in self._commands:
+            self._processes.append(self._ranks.enter_context(_process(command, environ, self.log)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ranks.close()
+
+    def do(self, words: str) -> list[dict[str, Any]]:
+        """Let every rank do one thing; returns what each one told of it.
+
+        Raises:
+            BenchError: a rank failed, or was not finished in time.
+        """
+        done, deadline = len(_events(self._files[0])), time.monotonic() + self._job.timeout
+        for process in self._processes:
+            # One that has ended breaks the pipe; why it ended is found below.
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(f"{words}\n".encode())  # type: ignore[union-attr]  # it is a pipe
+                process.stdin.flush()  # type: ignore[union-attr]
+        while any(len(events) <= done for events in map(_events, self._files)):
+            ended = [status for process in self._processes if (status := process.poll()) is not None]
+            if ended:
+                raise _failure(f"the {self.arm} run failed with status {max(ended, key=abs)}", self.log)
             if time.monotonic() > deadline:
-                raise _failure(f"the {arm} run was not finished after {job.timeout:.0f} s", log)
+                raise _failure(f"the {self.arm} run was not finished after {self._job.timeout:.0f} s", self.log)
             time.sleep(POLL_S)
-    return _summary(job, events)
+        return [_events(file)[done] for file in self._files]
+
+    def end(self) -> None:
+        """Let every rank end by itself, so that its processes leave their last counts."""
+        for process in self._processes:
+            process.stdin.close()  # type: ignore[union-attr]
+        for process in self._processes:
+            try:
+                status = process.wait(timeout=self._job.timeout)
+            except subprocess.TimeoutExpired:
+                raise _failure(f"the {self.arm} run did not end", self.log) from None
+            if status:
+                raise _failure(f"the {self.arm} run failed with status {status}", self.log)
+
+
+def _latency(
+    job: Job, model: pathlib.Path | str, arguments: Sequence[str], arm: str, place: pathlib.Path, say: Callable[[str], None]
+) -> dict[str, Any]:
+    with Engine(job, model, arguments, arm, place) as engine:
+        run = Run(job, engine.do("start"))
+        say(f"engine up after {run.startup_s:.0f} s")
+        for size in job.batch_sizes:
+            run.add(engine.do(f"latency {size}"))
+            say(run.last())
+        for size in job.batch_sizes if job.greedy_tokens else ():
+            run.add(engine.do(f"greedy {size}"))
+        engine.end()
+        return run.row(_plugin(engine.status, arm))
+
+
+def _together(
+    job: Job,
+    model: pathlib.Path | str,
+    arguments: Sequence[str],
+    folder: pathlib.Path,
+    results: Results,
+    say: Callable[[str], None],
+) -> None:
+    """The pairs that ``results`` lacks, in two engines that share the GPUs and take turns."""
+    missing = [pair for pair in range(job.pairs) if not all(results.has({"pair": pair, "arm": arm}) for arm in ARMS)]
+    if not missing:
+        return
+    arguments = [*arguments, *([] if "--gpu-memory-utilization" in arguments else ["--gpu-memory-utilization", SHARE])]
+    with contextlib.ExitStack() as stack:
+        engines: dict[str, Engine] = {}
+        started: dict[str, list[dict[str, Any]]] = {}
+        for number, arm in enumerate(ARMS):
+            engines[arm] = engine = stack.enter_context(Engine(job, model, arguments, arm, folder / arm))
+            stack.callback(_keep_log, job, engine.log, number, arm)
+            started[arm] = engine.do("start")
+            say(f"{arm} engine up after {_startup_s(started[arm]):.0f} s")
+        for pair in missing:
+            runs = {arm: Run(job, started[arm], first=pair == missing[0]) for arm in job.order_of(pair)}
+            for size in job.batch_sizes:
+                for arm, run in runs.items():
+                    run.add(engines[arm].do(f"latency {size}"))
+                    say(f"pair {pair + 1}/{job.pairs} ({arm}): {run.last()}")
+            for size in job.batch_sizes if job.greedy_tokens else ():
+                for arm, run in runs.items():
+                    run.add(engines[arm].do(f"greedy {size}"))
+            # What the processes left when their engine was up: enough, should this be stopped before it ends.
+            proofs = {arm: _plugin(engines[arm].status, arm) for arm in runs}
+            for arm, run in runs.items():
+                results.add({"key": {"pair": pair, "arm": arm}, "status": "ok", **run.row(proofs[arm])})
+        for engine in engines.values():
+            engine.end()
+    for row in results.rows:
+        if row["key"]["pair"] in missing:
+            row["plugin"] = _plugin(engines[row["key"]["arm"]].status, row["key"]["arm"])
+    results.save()
 
 
 def _data_parallel(rank: int, size: int, port: int) -> dict[str, str]:
@@ -307,46 +404,53 @@ def _events(path: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def _event_line(event: Mapping[str, Any]) -> str:
-    if event["event"] == "started":
-        return f"engine up after {event['seconds']:.0f} s"
-    if event["event"] == "latency":
-        return f"batch {event['batch_size']}: {stats.median(event['latencies_s']):.3f} s"
-    return f"{event['event']} {event.get('batch_size', '')}".strip()
+class Run:
+    """What the drivers of all ranks tell of one run. A step is over when the slowest rank has made it."""
 
+    def __init__(self, job: Job, started: Sequence[Mapping[str, Any]], first: bool = True) -> None:
+        self.startup_s = _startup_s(started) if first else None
+        self._job = job
+        self._kv_cache_tokens = started[0]["kv_cache_tokens"]
+        self._batches: list[dict[str, Any]] = []
+        self._peak = 0
 
-def _summary(job: Job, events: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """A run's row from what the drivers of all ranks told: a step is over when the slowest rank has made it."""
-
-    def told(what: str) -> list[list[Mapping[str, Any]]]:
-        """Each rank's events of a kind."""
-        return [[event for event in own if event["event"] == what] for own in events]
-
-    def slowest(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[float]:
-        return [max(times) for times in zip(*(rank[name] for rank in ranks), strict=True)]
-
-    batches = []
-    for ranks in zip(*told("latency"), strict=True):
-        size, latencies, firsts = ranks[0]["batch_size"], slowest("latencies_s", ranks), slowest("ttft_s", ranks)
+    def add(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        size = ranks[0]["batch_size"]
+        if ranks[0]["event"] == "greedy":
+            batch = next(batch for batch in self._batches if batch["batch_size"] == size)
+            batch |= {name: [answer for rank in ranks for answer in rank[name]] for name in ("tokens", "margins")}
+            return
+        latencies, firsts = (
+            [max(times) for times in zip(*(rank[name] for rank in ranks), strict=True)] for name in ("latencies_s", "ttft_s")
+        )
         latency, ttft = stats.median(latencies), stats.median(firsts)
-        batches.append(
+        self._peak = max(self._peak, *(rank["peak_memory_bytes"] for rank in ranks))
+        self._batches.append(
             {
                 "batch_size": size,
-                "tokens_per_s": job.dp * size * job.output_len / latency,
+                "tokens_per_s": self._job.dp * size * self._job.output_len / latency,
                 "ttft_s": ttft,
-                "tpot_s": (latency - ttft) / max(job.output_len - 1, 1),
+                "tpot_s": (latency - ttft) / max(self._job.output_len - 1, 1),
                 "samples_s": {"latency": latencies, "ttft": firsts},
             }
         )
-    for batch, ranks in zip(batches, zip(*told("greedy"), strict=True), strict=False):
-        batch |= {name: [answer for rank in ranks for answer in rank[name]] for name in ("tokens", "margins")}
-    started = [own[0] for own in told("started")]
-    return {
-        "startup_s": max(event["seconds"] for event in started),
-        "kv_cache_tokens": started[0]["kv_cache_tokens"],
-        "peak_memory_bytes": max(own[-1]["peak_memory_bytes"] for own in events),
-        "batches": batches,
-    }
+
+    def last(self) -> str:
+        batch = self._batches[-1]
+        return f"{batch['tokens_per_s']:.1f} tok/s at {batch['batch_size']}"
+
+    def row(self, plugin: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "startup_s": self.startup_s,
+            "kv_cache_tokens": self._kv_cache_tokens,
+            "peak_memory_bytes": self._peak,
+            "batches": self._batches,
+            "plugin": plugin,
+        }
+
+
+def _startup_s(started: Sequence[Mapping[str, Any]]) -> float:
+    return max(float(event["seconds"]) for event in started)
 
 
 # ---- vllm serve, vllm bench serve
@@ -355,6 +459,7 @@ def _summary(job: Job, events: Sequence[Sequence[Mapping[str, Any]]]) -> dict[st
 def _serve(
     job: Job, model: pathlib.Path | str, arguments: Sequence[str], arm: str, place: pathlib.Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
+    place.mkdir()
     log, environ = place / "log.txt", _environment(arm, place / "status")
     port = _free_port()
     server = [*VLLM, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *arguments]
@@ -376,7 +481,8 @@ def _serve(
             peak = max(peak, memory_in_use())
             batches.append(_served(size, json.loads(result.read_text())))
             say(f"{size} at once: {batches[-1]['tokens_per_s']:.1f} tok/s")
-    return {"startup_s": startup, "kv_cache_tokens": None, "peak_memory_bytes": peak, "batches": batches}
+    plugin = _plugin(place / "status", arm)
+    return {"startup_s": startup, "kv_cache_tokens": None, "peak_memory_bytes": peak, "batches": batches, "plugin": plugin}
 
 
 def _load(
