@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import click
 
-#: Long enough for decode to be most of it, short enough for three pairs in ten minutes.
-LENGTHS = ("--together", "--iterations", "3", "--warmup", "1", "--output-len", "128", "--greedy-tokens", "24")
+#: Long enough for decode to be most of it. One batch a turn: arms that alternate often share what disturbs them.
+LENGTHS = ("--together", "--iterations", "1", "--warmup", "0", "--output-len", "128", "--greedy-tokens", "24")
 #: Beyond decode's sizes, since prefill outside CUDA graphs waits for the host.
 CAPTURED = ("1", "2", "4", "8", "16", "32", "64", "128", "256", "512", "1024")
 GRAPHS = ("--max-model-len", "4096", "--cudagraph-capture-sizes", *CAPTURED)
@@ -38,7 +38,7 @@ class Job:
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-def engine(name: str, model: str, *arguments: str, batch: str, pairs: int = 3, dp: int = 1, tp: int = 1, **environ: str) -> Job:
+def engine(name: str, model: str, *arguments: str, batch: str, pairs: int = 6, dp: int = 1, tp: int = 1, **environ: str) -> Job:
     """``name`` begins with the release: `0.33.0-tp2`."""
     words = ["engine", model, "--batch", batch, "--pairs", str(pairs), "--dp", str(dp), *LENGTHS, "--", *GRAPHS]
     words += ["--tensor-parallel-size", str(tp), *arguments]
@@ -61,14 +61,18 @@ JOBS = (
     engine("0.33.0", QWEN, batch="1,2,4,8,16,32,64"),
     engine("0.26.0", QWEN, batch="1,2,4,8,16,32"),
     engine("0.33.0-fp8", f"{QWEN}-fp8", batch="1,2,4,8,16", **NO_JIT),
-    engine("0.33.0-no-decode-kernel", QWEN, batch="1,2,4", pairs=1, MOE_TUNE_DISABLE="decode_kernel"),
-    Job("serve-0.33.0", "0.33.0", ("engine", QWEN, "--serve", "--batch", "4,16", "--pairs", "1", "--", *GRAPHS)),
+    engine("0.33.0-no-decode-kernel", QWEN, batch="1,2,4", MOE_TUNE_DISABLE="decode_kernel"),
+    Job(
+        "serve-0.33.0",
+        "0.33.0",
+        ("engine", QWEN, "--serve", "--batch", "4,16", "--pairs", "1", "--output-len", "128", "--", *GRAPHS),
+    ),
     layers("layer-0.33.0"),
     layers("repeat/layer-0.33.0"),
-    engine("0.33.0-tp2", QWEN, batch="1,4,16", pairs=2, tp=2),
-    engine("0.33.0-dp2-ep2", QWEN, *EXPERTS, batch="1,4,16", pairs=2, dp=2),
+    engine("0.33.0-tp2", QWEN, batch="1,4,16", tp=2),
+    engine("0.33.0-dp2-ep2", QWEN, *EXPERTS, batch="1,4,16", dp=2),
     *(
-        engine(f"0.33.0{short}-{name}", model, *arguments, batch="1,4,16", pairs=1, dp=dp, tp=tp, **environ)
+        engine(f"0.33.0{short}-{name}", model, *arguments, batch="1,4,16", dp=dp, tp=tp, **environ)
         for name, dp, tp, arguments in (("tp4", 1, 4, ()), ("dp4-ep4", 4, 1, EXPERTS), ("dp2-tp2", 2, 2, ()))
         for short, model, environ in (
             ("", QWEN, {}),
@@ -93,6 +97,7 @@ def start(job: Job, gpus: Sequence[str], python: str, out: pathlib.Path, commit:
     path.parent.mkdir(parents=True, exist_ok=True)
     end = job.words.index("--") if "--" in job.words else len(job.words)
     own = ["-o", str(path), *(["--commit", commit] if commit else [])]
+    own += ["--logs", str(path.with_suffix(""))] if job.words[0] == "engine" else []
     command = [python, "-m", "vllm_moe_tune_plugin", "bench", *job.words[:end], *own, *job.words[end:]]
     environ = {**os.environ, **job.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     with path.with_suffix(".log").open("ab") as log:
