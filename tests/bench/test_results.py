@@ -38,16 +38,24 @@ def test_no_layer_is_slower_than_stock(sources: list[Source]) -> None:
     assert not slower
 
 
-def test_a_second_run_of_the_layers_says_the_same() -> None:
-    """Median ratios up to 8 tokens, in all rows that both runs have, within 1.5 %."""
-    for path in sorted((RESULTS / "repeat").glob("*.json")):
-        first, second = (
-            {tuple(row["key"].values()): row["ratio"] for row in Source(file.stem, schema.read(file)).rows()}
-            for file in (RESULTS / path.name, path)
-        )
-        both = [key for key in first.keys() & second.keys() if key[-1] <= 8]
-        assert len(both) >= 50
-        assert max(abs(first[key] / second[key] - 1) for key in both) < 0.015
+def disagreement(file: Path) -> list[float]:
+    """By how much the median ratios of another run of the layers differ, up to 8 tokens, in all rows that both have."""
+    first, second = (
+        {tuple(row["key"].values()): row["ratio"] for row in Source(name.stem, schema.read(name)).rows()}
+        for name in (RESULTS / "layer-0.33.0.json", file)
+    )
+    both = [key for key in first.keys() & second.keys() if key[-1] <= 8]
+    assert len(both) >= 50
+    return [abs(first[key] / second[key] - 1) for key in both]
+
+
+def test_other_runs_of_the_layers_say_the_same() -> None:
+    """But for one of the four GPUs, on which stock's own time differs."""
+    runs = sorted((RESULTS / "repeat").glob("*.json"))
+    assert len(runs) == 2
+    for run in runs:
+        assert max(disagreement(run)) < 0.01
+    assert 0.015 < max(disagreement(RESULTS / "apart" / "layer-0.33.0.json")) < 0.04
 
 
 def test_readme_is_what_report_makes_of_the_results(sources: list[Source]) -> None:

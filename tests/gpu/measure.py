@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import click
 
 #: Long enough for decode to be most of it. One batch a turn: arms that alternate often share what disturbs them.
-LENGTHS = ("--together", "--iterations", "1", "--warmup", "0", "--output-len", "128", "--greedy-tokens", "24")
+LENGTHS = ("--together", "--iterations", "1", "--warmup", "1", "--output-len", "128", "--greedy-tokens", "24")
 #: Beyond decode's sizes, since prefill outside CUDA graphs waits for the host.
 CAPTURED = ("1", "2", "4", "8", "16", "32", "64", "128", "256", "512", "1024")
 GRAPHS = ("--max-model-len", "4096", "--cudagraph-capture-sizes", *CAPTURED)
@@ -55,6 +55,9 @@ QWEN, NEXT = "qwen3-30b-a3b", "qwen3-next-80b-a3b"
 EXPERTS = ("--enable-expert-parallel", "--moe-backend", "triton")
 #: fp8 models: DeepGEMM would compile its kernels for minutes, in both arms.
 NO_JIT = {"VLLM_USE_DEEP_GEMM": "0"}
+#: Tensor parallelism: FlashInfer's all-reduce is compiled, too, and stock's own serves both arms as well.
+NO_FUSION = ("--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}')
+NO_ALLREDUCE = {"VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 
 JOBS = (
     engine("0.19.1", QWEN, batch="1,2,4,8,16,32"),
@@ -69,16 +72,16 @@ JOBS = (
     ),
     layers("layer-0.33.0"),
     layers("repeat/layer-0.33.0"),
-    engine("0.33.0-tp2", QWEN, batch="1,4,16", tp=2),
+    engine("0.33.0-tp2", QWEN, *NO_FUSION, batch="1,4,16", tp=2, **NO_ALLREDUCE),
     engine("0.33.0-dp2-ep2", QWEN, *EXPERTS, batch="1,4,16", dp=2),
     *(
         engine(f"0.33.0{short}-{name}", model, *arguments, batch="1,4,16", dp=dp, tp=tp, **environ)
-        for name, dp, tp, arguments in (("tp4", 1, 4, ()), ("dp4-ep4", 4, 1, EXPERTS), ("dp2-tp2", 2, 2, ()))
+        for name, dp, tp, arguments in (("tp4", 1, 4, NO_FUSION), ("dp4-ep4", 4, 1, EXPERTS), ("dp2-tp2", 2, 2, NO_FUSION))
         for short, model, environ in (
-            ("", QWEN, {}),
-            ("-fp8", f"{QWEN}-fp8", NO_JIT),
-            ("-next", NEXT, {}),
-            ("-next-fp8", f"{NEXT}-fp8", NO_JIT),
+            ("", QWEN, NO_ALLREDUCE),
+            ("-fp8", f"{QWEN}-fp8", NO_JIT | NO_ALLREDUCE),
+            ("-next", NEXT, NO_ALLREDUCE),
+            ("-next-fp8", f"{NEXT}-fp8", NO_JIT | NO_ALLREDUCE),
         )
     ),
 )

@@ -149,7 +149,7 @@ def layer(
 @click.option("--input-len", default=32, show_default=True)
 @click.option("--output-len", default=256, show_default=True)
 @click.option("--iterations", default=5, show_default=True, help="Measured batches of each size in a run.")
-@click.option("--warmup", default=2, show_default=True, help="Batches before them.")
+@click.option("--warmup", default=2, show_default=True, help="Batches before them, in an engine's first run.")
 @click.option("--greedy-tokens", default=64, show_default=True, help="Tokens that are compared; 0: none.")
 @click.option("--dp", default=1, show_default=True, help="Data-parallel ranks, each with batches of these sizes.")
 @click.option(

@@ -139,7 +139,12 @@ def _difference(part: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> st
 
 def environment(commit: str = "") -> dict[str, Any]:
     """What the results depend on. It touches the GPU only through the driver's library, as engines come up beside it."""
-    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(("MOE_TUNE_", "VLLM_"))}
+    settings = {
+        # Of a path its last part: where things lie on a machine is nobody else's business.
+        name: pathlib.PurePath(value).name if value.startswith("/") else value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("MOE_TUNE_", "VLLM_"))
+    }
     for name in ("VLLM_PLUGINS", "MOE_TUNE_STATUS_DIR"):  # the benchmark's own switches
         settings.pop(name, None)
     return {
