@@ -109,9 +109,10 @@ def _where(sources: Sequence[Source]) -> str:
 
 
 def _distinct(sources: Sequence[Source]) -> list[str]:
-    """What to call each of several files: by vLLM's version if that tells them apart."""
+    """What to call each of several files: by vLLM's version if that alone tells them apart."""
     versions = [f"vLLM {source.environment['vllm']}" for source in sources]
-    return versions if len(set(versions)) == len(versions) else [source.name for source in sources]
+    models = {source.method.get("model") for source in sources}
+    return versions if len(set(versions)) == len(versions) and len(models) == 1 else [source.name for source in sources]
 
 
 def _groups(rows: Sequence[Mapping[str, Any]], *names: str) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:

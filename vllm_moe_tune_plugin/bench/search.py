@@ -30,9 +30,11 @@ GAIN = 0.99
 MOVES = (
     ("up_rows",),
     ("up_columns", "up_warps"),
+    ("up_columns",),
     ("up_warps",),
     ("down_rows",),
     ("down_columns", "down_warps"),
+    ("down_columns",),
     ("down_warps",),
     ("down_ahead",),
 )

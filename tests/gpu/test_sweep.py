@@ -1,0 +1,64 @@
+"""The order of tests/gpu/sweep.py; how it measures is what tests/gpu/account.py and `tune` do, too."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sweep
+from hypothesis import given
+from hypothesis import strategies as st
+from test_decode_moe import kernels  # noqa: F401  (a fixture)
+
+from vllm_moe_tune_plugin.bench import layer, search
+from vllm_moe_tune_plugin.bench.shapes import SHAPES
+from vllm_moe_tune_plugin.tuned_tiles import Entry
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_best_of_one_kernel_is_kept_for_the_other(monkeypatch: pytest.MonkeyPatch, kernels: Any, shape: str) -> None:  # noqa: F811
+    asked = []
+
+    def measure(tiles: dict[str, int]) -> float:
+        asked.append(tiles)
+        # The fewer rows the better, and of those the more tiles ahead.
+        return float(tiles["down_rows"] * 1000 - tiles["down_ahead"] + tiles["up_rows"])
+
+    weights = SimpleNamespace(w1=SimpleNamespace(element_size=lambda: 2))
+    monkeypatch.setattr(layer, "make_layers", lambda layers, *_: layers.append(SimpleNamespace(weights=weights)))
+    monkeypatch.setattr(search, "kernels_alone", lambda *_: measure)
+    machine: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    rows = list(sweep.sweep(machine, SHAPES[shape], "bf16", [1, 2]))
+
+    down, up = ([row["tiles"] for row in rows if row["varied"] == kernel] for kernel in ("down", "up"))
+    assert down[0] == dataclasses.asdict(
+        kernels.choose_tiles(SHAPES[shape].hidden, SHAPES[shape].intermediate, SHAPES[shape].top_k, 2)
+    )
+    for tiles in up:
+        assert (tiles["down_rows"], tiles["down_ahead"]) == (1, 16)
+    assert {tiles["up_rows"] for tiles in up} == {1, 2, 4}
+    assert asked == [tiles for row in rows for tiles in [row["tiles"]] * 2]
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "up_rows": st.sampled_from([1, 2, 4]),
+            "up_columns": st.sampled_from([16, 1024, 4096]),
+            "up_warps": st.sampled_from([1, 4, 16]),
+            "down_rows": st.sampled_from([1, 2]),
+            "down_columns": st.sampled_from([16, 512, 2048]),
+            "down_warps": st.sampled_from([1, 4]),
+            "down_ahead": st.integers(1, 16),
+        }
+    ),
+    st.sampled_from([("down", sweep.DOWN), ("up", sweep.UP)]),
+)
+def test_candidates_can_be_launched_and_differ(tiles: dict[str, int], varied: tuple[str, Any]) -> None:
+    found = sweep.candidates(tiles, varied[1], varied[0])
+    assert found[0] == tiles
+    assert len({tuple(candidate.items()) for candidate in found}) == len(found)
+    for candidate in found:
+        Entry(1, candidate)  # raises for what no kernel takes
