@@ -13,7 +13,11 @@ import pytest
 
 from vllm_moe_tune_plugin.bench import schema
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+VLLM = importlib.util.find_spec("vllm")
+pytestmark = pytest.mark.skipif(VLLM is None, reason="vLLM is not installed")
+
+#: Where vLLM 0.20 and later choose how tokens are assigned.
+TRITON_MOE = Path(VLLM.origin if VLLM and VLLM.origin else "").parent / "model_executor/layers/fused_moe/experts/triton_moe.py"
 
 COMMAND = "from vllm_moe_tune_plugin.bench.cli import bench; bench(prog_name='bench')"
 
@@ -134,3 +138,16 @@ def test_account_of_each_kernel(tmp_path: Path) -> None:
     (row,) = json.loads(out.read_text())["rows"]
     assert row["limit_us"]["gate_up"] == pytest.approx(2 * row["limit_us"]["down"], rel=1e-2)
     assert row["overlap_us"] == pytest.approx(row["us"]["gate_up"] + row["us"]["down"] - row["us"]["both"], abs=0.05)
+
+
+@pytest.mark.skipif(not TRITON_MOE.exists(), reason="this vLLM always sorts there")
+def test_both_ways_of_assignment(tmp_path: Path) -> None:
+    """The path of tests/gpu/assignment.py: each way was gone, with a right result."""
+    script, out = Path(__file__).parents[1] / "gpu" / "assignment.py", tmp_path / "assignment.json"
+    words = [str(script), str(out), "--interpret", "--shapes", "tiny", "--dtypes", "bf16", "--tokens", "1"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["median_us"].keys() == {"sorted", "unsorted", "stock"}
+    assert {"ratio_sorted", "ratio_unsorted"} == {name for name in row if name.startswith("ratio") and "ci95" not in name}
+    assert max(row["relative_error"].values()) < 0.01
