@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import click
 
 #: Long enough for decode to be most of it. One batch a turn: arms that alternate often share what disturbs them.
-LENGTHS = ("--together", "--iterations", "1", "--warmup", "1", "--output-len", "128", "--greedy-tokens", "24")
+LENGTHS = ("--together", "--iterations", "1", "--warmup", "1", "--output-len", "256", "--greedy-tokens", "24")
 #: Beyond decode's sizes, since prefill outside CUDA graphs waits for the host.
 CAPTURED = ("1", "2", "4", "8", "16", "32", "64", "128", "256", "512", "1024")
 GRAPHS = ("--max-model-len", "4096", "--cudagraph-capture-sizes", *CAPTURED)
@@ -38,7 +38,7 @@ class Job:
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-def engine(name: str, model: str, *arguments: str, batch: str, pairs: int = 6, dp: int = 1, tp: int = 1, **environ: str) -> Job:
+def engine(name: str, model: str, *arguments: str, batch: str, pairs: int = 4, dp: int = 1, tp: int = 1, **environ: str) -> Job:
     """``name`` begins with the release: `0.33.0-tp2`."""
     words = ["engine", model, "--batch", batch, "--pairs", str(pairs), "--dp", str(dp), *LENGTHS, "--", *GRAPHS]
     words += ["--tensor-parallel-size", str(tp), *arguments]
