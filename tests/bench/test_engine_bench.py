@@ -21,7 +21,12 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
     """Run `bench engine` with the fake driver; returns what it said. The results are in `tmp_path / "results.json"`."""
 
     def run(
-        pairs: int = 2, batch_sizes: tuple[int, ...] = (1, 4), dp: int = 1, together: bool = False, **behaviour: object
+        pairs: int = 2,
+        batch_sizes: tuple[int, ...] = (1, 4),
+        dp: int = 1,
+        together: bool = False,
+        engine_args: tuple[str, ...] = (),
+        **behaviour: object,
     ) -> list[str]:
         monkeypatch.setenv("FAKE_DRIVER_COUNTER", str(tmp_path / "counter"))
         for name, value in behaviour.items():
@@ -34,6 +39,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
             greedy_tokens=8,
             dp=dp,
             together=together,
+            engine_args=engine_args,
             driver=FAKE_DRIVER,
             log_dir=tmp_path / "logs",
         )
@@ -154,6 +160,15 @@ def test_two_engines_take_turns(bench: Callable[..., list[str]], tmp_path: Path)
     assert turns == [f"pair {pair + 1}/2 ({arm}) {size}" for own in order for size in (1, 4) for pair, arm in own]
     logs = [log.read_text() for log in (tmp_path / "logs").iterdir()]
     assert [f"--gpu-memory-utilization {engine.SHARE}" in log for log in logs] == [True, True]
+
+
+@pytest.mark.parametrize("words", [("--gpu-memory-utilization", "0.3"), ("--gpu_memory_utilization=0.3",)])
+def test_who_says_how_much_memory_each_engine_gets_is_heard(
+    bench: Callable[..., list[str]], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    bench(pairs=1, together=True, engine_args=words)
+    logs = [log.read_text() for log in (tmp_path / "logs").iterdir()]
+    assert [log.splitlines()[0].endswith(f" dummy {' '.join(words)}") for log in logs] == [True, True]
 
 
 def test_pairs_that_are_there_need_no_engine(bench: Callable[..., list[str]], tmp_path: Path) -> None:

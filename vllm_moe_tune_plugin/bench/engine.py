@@ -356,7 +356,8 @@ def _together(
     missing = [pair for pair in range(job.pairs) if not all(results.has({"pair": pair, "arm": arm}) for arm in ARMS)]
     if not missing:
         return
-    arguments = [*arguments, *([] if "--gpu-memory-utilization" in arguments else ["--gpu-memory-utilization", SHARE])]
+    if not any(word.replace("_", "-").startswith("--gpu-memory-utilization") for word in arguments):
+        arguments = [*arguments, "--gpu-memory-utilization", SHARE]
     with contextlib.ExitStack() as stack:
         engines: dict[str, Engine] = {}
         started: dict[str, list[dict[str, Any]]] = {}
