@@ -50,7 +50,7 @@ def disagreement(file: Path) -> list[float]:
 
 
 def test_other_runs_of_the_layers_say_the_same() -> None:
-    """But for one of the four GPUs, on which stock's own time differs."""
+    """Two of three do; the README tells of the third, whose difference is not explained."""
     runs = sorted((RESULTS / "repeat").glob("*.json"))
     assert len(runs) == 2
     for run in runs:
