@@ -1,7 +1,8 @@
 """Stands for the driver where it would need a GPU: tells what an engine would, and leaves the plugin's states.
 
 How it behaves is in the environment: FAKE_DRIVER_SPEED (tuned over stock), FAKE_DRIVER_TUNED (calls that a patch changed),
-FAKE_DRIVER_STATE (the tuning's state), FAKE_DRIVER_LEAVES (arms that leave states), FAKE_DRIVER_FAILS_AT (number of the run).
+FAKE_DRIVER_STATE (the tuning's state), FAKE_DRIVER_LEAVES (arms that leave states), FAKE_DRIVER_FAILS_AT (number of the run),
+FAKE_DRIVER_SECONDS (for the batches of a size).
 Of data-parallel ranks the second takes FAKE_DRIVER_SLOWER times as long, its tuning has FAKE_DRIVER_OTHER_STATE, and it fails
 where FAKE_DRIVER_RANK_FAILS is set.
 """
@@ -9,6 +10,7 @@ where FAKE_DRIVER_RANK_FAILS is set.
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 
@@ -44,6 +46,7 @@ def main(request_file: str, events_file: str) -> None:
                     leave(tuned, rank)
                     tell(event="started", seconds=30.0 + run, kv_cache_tokens=1000)
                 case ["latency", words]:
+                    time.sleep(float(os.environ.get("FAKE_DRIVER_SECONDS", "0")))
                     size = int(words)
                     latency = [size * request["output_len"] / (100 * speed) + wobble for wobble in (-0.001, 0.0, 0.001)]
                     first = [0.01, 0.01, 0.01]

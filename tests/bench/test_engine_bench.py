@@ -26,6 +26,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
         dp: int = 1,
         together: bool = False,
         engine_args: tuple[str, ...] = (),
+        timeout: float = 1800.0,
         **behaviour: object,
     ) -> list[str]:
         monkeypatch.setenv("FAKE_DRIVER_COUNTER", str(tmp_path / "counter"))
@@ -40,6 +41,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
             dp=dp,
             together=together,
             engine_args=engine_args,
+            timeout=timeout,
             driver=FAKE_DRIVER,
             log_dir=tmp_path / "logs",
         )
@@ -183,6 +185,14 @@ def test_one_of_two_engines_that_fails_ends_the_other(bench: Callable[..., list[
         bench(together=True, fails_at=1)
     with pytest.raises(BenchError, match="a tuning failed in a tuned run"):
         bench(together=True, fails_at=-1, state="failed")
+    assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_run_that_takes_too_long_as_a_whole(bench: Callable[..., list[str]], tmp_path: Path, together: bool) -> None:
+    """Though none of its batches does."""
+    with pytest.raises(BenchError, match="the stock run was not finished after 3 s"):
+        bench(batch_sizes=tuple(range(1, 9)), timeout=3, seconds=0.6, together=together)
     assert not (tmp_path / "results.json").exists()
 
 

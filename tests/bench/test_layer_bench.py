@@ -1,6 +1,5 @@
 """``bench layer`` through Triton's interpreter: the command as a user calls it, in a process of its own."""
 
-import importlib.util
 import json
 import math
 import os
@@ -13,11 +12,11 @@ import pytest
 
 from vllm_moe_tune_plugin.bench import schema
 
-VLLM = importlib.util.find_spec("vllm")
+VLLM = schema._vllm_folder()
 pytestmark = pytest.mark.skipif(VLLM is None, reason="vLLM is not installed")
 
 #: Where vLLM 0.20 and later choose how tokens are assigned.
-TRITON_MOE = Path(VLLM.origin if VLLM and VLLM.origin else "").parent / "model_executor/layers/fused_moe/experts/triton_moe.py"
+TRITON_MOE = Path(VLLM or "") / "model_executor/layers/fused_moe/experts/triton_moe.py"
 
 COMMAND = "from vllm_moe_tune_plugin.bench.cli import bench; bench(prog_name='bench')"
 
@@ -129,13 +128,21 @@ def test_out_of_memory_is_a_row_and_is_tried_again(tmp_path: Path) -> None:
     assert found[0] == first[2]  # with the samples of the first time
 
 
+def only_row(script: str, tokens: int, folder: Path) -> dict[str, Any]:
+    """What a script of tests/gpu measures of the tiny shape."""
+    out = folder / "rows.json"
+    words = [str(Path(__file__).parents[1] / "gpu" / script), str(out), "--interpret", "--shapes", "tiny", "--dtypes", "bf16"]
+    command = [sys.executable, *words, "--tokens", str(tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    row: dict[str, Any]
+    (row,) = json.loads(out.read_text())["rows"]
+    return row
+
+
 def test_account_of_each_kernel(tmp_path: Path) -> None:
     """The path of tests/gpu/account.py."""
-    script, out = Path(__file__).parents[1] / "gpu" / "account.py", tmp_path / "account.json"
-    words = [str(script), str(out), "--interpret", "--shapes", "tiny", "--dtypes", "bf16", "--tokens", "4"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads(out.read_text())["rows"]
+    row = only_row("account.py", 4, tmp_path)
     assert row["limit_us"]["gate_up"] == pytest.approx(2 * row["limit_us"]["down"], rel=1e-2)
     assert row["overlap_us"] == pytest.approx(row["us"]["gate_up"] + row["us"]["down"] - row["us"]["both"], abs=0.05)
 
@@ -143,11 +150,7 @@ def test_account_of_each_kernel(tmp_path: Path) -> None:
 @pytest.mark.skipif(not TRITON_MOE.exists(), reason="this vLLM always sorts there")
 def test_both_ways_of_assignment(tmp_path: Path) -> None:
     """The path of tests/gpu/assignment.py: each way was gone, with a right result."""
-    script, out = Path(__file__).parents[1] / "gpu" / "assignment.py", tmp_path / "assignment.json"
-    words = [str(script), str(out), "--interpret", "--shapes", "tiny", "--dtypes", "bf16", "--tokens", "1"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads(out.read_text())["rows"]
+    row = only_row("assignment.py", 1, tmp_path)
     assert row["median_us"].keys() == {"sorted", "unsorted", "stock"}
     assert {"ratio_sorted", "ratio_unsorted"} == {name for name in row if name.startswith("ratio") and "ci95" not in name}
     assert max(row["relative_error"].values()) < 0.01

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
-import pathlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import by_shape
 import click
 
 import vllm_moe_tune_plugin
-from vllm_moe_tune_plugin.bench import experts, layer, schema
-from vllm_moe_tune_plugin.bench.layer import STOCK, Arm, Job
-from vllm_moe_tune_plugin.bench.shapes import SHAPES, Shape
+from vllm_moe_tune_plugin.bench import experts, layer
+from vllm_moe_tune_plugin.bench.layer import STOCK, Arm, Job, Machine
+from vllm_moe_tune_plugin.bench.shapes import Shape
 from vllm_moe_tune_plugin.tunings.low_latency_assignment import Counts
 
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.triton_moe"
 PREPARE = "_prepare_expert_assignment"
 
 
+@functools.cache
 def arms() -> list[Arm]:
-    """Stock and the two ways, each forced whatever vLLM would choose."""
+    """Stock and the two ways, each forced whatever vLLM would choose. Made once: later what is there is no longer stock."""
     module = importlib.import_module(EXPERTS)
     stock, counts = getattr(module, PREPARE), Counts()
     align = importlib.import_module("vllm.model_executor.layers.fused_moe.fused_moe").moe_align_block_size
@@ -46,41 +47,27 @@ def arms() -> list[Arm]:
     ]
 
 
-@click.command()
-@click.argument("out", type=click.Path(dir_okay=False, path_type=pathlib.Path))
-@click.option("--shapes", default=",".join(SHAPES), show_default=True, help="Names, separated by commas.")
-@click.option("--dtypes", default="bf16,fp8-block", show_default=True)
-@click.option("--tokens", default="1,2,3,4,6,8,12,16", show_default=True)
-@click.option("--seconds", default=0.1, show_default=True, help="For a row.")
-@click.option("--commit", default="")
-@click.option("--interpret", is_flag=True, help="In Triton's interpreter; the times mean nothing.")
-def main(out: pathlib.Path, shapes: str, dtypes: str, tokens: str, seconds: float, commit: str, interpret: bool) -> None:
-    import torch
+def compare(
+    seconds: float, machine: Machine, shape: Shape, dtype: str, tokens: Sequence[int], bandwidth: float
+) -> Iterator[tuple[dict[str, Any], str]]:
+    layers: list[experts.Layer] = []
+    layer.make_layers(layers, shape, dtype, 1, machine)
+    job = Job((shape,), (dtype,), tokens, ("uniform",), (1,), seconds, arms())
+    for key in job.row_keys():
+        row = layer.measure(job, machine, layers, key, bandwidth)
+        if row.get("status") == "failed":
+            raise click.ClickException(f"{key}: {row['reason']}")
+        told = {name: value for name, value in row.items() if not name.startswith("ratio_stock")}
+        times = ", ".join(f"{name} {took:.1f}" for name, took in row["median_us"].items())
+        line = f"{shape.name} {dtype} M={key['tokens']}: {times} us"
+        yield {"key": key, "expert_bytes": shape.expert_bytes(dtype), **told}, line
 
-    machine = layer.start(interpret)
-    counts = [int(count) for count in tokens.split(",")]
-    rows: list[dict[str, Any]] = []
-    with torch.inference_mode(), layer.vllm_config():
-        ways, bandwidth = arms(), machine.copy_bandwidth()
-        for shape in (Shape.parse(name) for name in shapes.split(",")):
-            for dtype in (name for name in dtypes.split(",") if not shape.refusal(name, 1)):
-                layers: list[experts.Layer] = []
-                layer.make_layers(layers, shape, dtype, 1, machine)
-                job = Job((shape,), (dtype,), counts, ("uniform",), (1,), seconds, ways)
-                for key in job.row_keys():
-                    row = layer.measure(job, machine, layers, key, bandwidth)
-                    if row.get("status") == "failed":
-                        raise click.ClickException(f"{key}: {row['reason']}")
-                    told = {name: value for name, value in row.items() if not name.startswith("ratio_stock")}
-                    rows.append({"key": key, "expert_bytes": shape.expert_bytes(dtype), **told})
-                    times = ", ".join(f"{name} {took:.1f}" for name, took in row["median_us"].items())
-                    click.echo(f"{shape.name} {dtype} M={key['tokens']}: {times} us")
-                layers.clear()
-                machine.free_bytes()
-                # After each shape: it may be stopped at any time.
-                out.write_text(
-                    json.dumps({"environment": schema.environment(commit), "bandwidth": bandwidth, "rows": rows}, indent=1)
-                )
+
+@click.command()
+@by_shape.options(tokens="1,2,3,4,6,8,12,16")
+@click.option("--seconds", default=0.1, show_default=True, help="For a row.")
+def main(seconds: float, **options: Any) -> None:
+    by_shape.run(functools.partial(compare, seconds), **options)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def test_the_best_of_one_kernel_is_kept_for_the_other(monkeypatch: pytest.Monkey
     monkeypatch.setattr(layer, "make_layers", lambda layers, *_: layers.append(SimpleNamespace(weights=weights)))
     monkeypatch.setattr(search, "kernels_alone", lambda *_: measure)
     machine: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
-    rows = list(sweep.sweep(machine, SHAPES[shape], "bf16", [1, 2]))
+    rows = [row for row, _ in sweep.sweep(machine, SHAPES[shape], "bf16", [1, 2], 1.0)]
 
     down, up = ([row["tiles"] for row in rows if row["varied"] == kernel] for kernel in ("down", "up"))
     assert down[0] == dataclasses.asdict(

@@ -265,7 +265,8 @@ class Engine:
         self.status = place / "status"
         self._job = job
         self._commands: list[tuple[Sequence[str], Mapping[str, str]]] = []
-        self._files: list[pathlib.Path] = []
+        self._told: list[Told] = []
+        self._left = job.timeout
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks = contextlib.ExitStack()
         place.mkdir()
@@ -285,7 +286,7 @@ class Engine:
             request.write_text(json.dumps(wanted))
             own = {**environ, **_data_parallel(rank, job.dp, port)} if job.dp > 1 else environ
             self._commands.append(([*job.driver, str(request), str(events)], own))
-            self._files.append(events)
+            self._told.append(Told(events))
 
     def __enter__(self) -> Engine:
         for command, environ in self._commands:
@@ -295,26 +296,34 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self._ranks.close()
 
+    def begin_run(self) -> None:
+        """From here on the time of another run counts."""
+        self._left = self._job.timeout
+
     def do(self, words: str) -> list[dict[str, Any]]:
         """Let every rank do one thing; returns what each one told of it.
 
         Raises:
-            BenchError: a rank failed, or was not finished in time.
+            BenchError: a rank failed, or the run took too long.
         """
-        done, deadline = len(_events(self._files[0])), time.monotonic() + self._job.timeout
+        begin = time.monotonic()
         for process in self._processes:
             # One that has ended breaks the pipe; why it ended is found below.
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(f"{words}\n".encode())  # type: ignore[union-attr]  # it is a pipe
                 process.stdin.flush()  # type: ignore[union-attr]
-        while any(len(events) <= done for events in map(_events, self._files)):
-            ended = [status for process in self._processes if (status := process.poll()) is not None]
-            if ended:
-                raise _failure(f"the {self.arm} run failed with status {max(ended, key=abs)}", self.log)
-            if time.monotonic() > deadline:
-                raise _failure(f"the {self.arm} run was not finished after {self._job.timeout:.0f} s", self.log)
-            time.sleep(POLL_S)
-        return [_events(file)[done] for file in self._files]
+        events: list[dict[str, Any]] = []
+        for told in self._told:
+            while (event := told.next()) is None:
+                ended = [status for process in self._processes if (status := process.poll()) is not None]
+                if ended:
+                    raise _failure(f"the {self.arm} run failed with status {max(ended, key=abs)}", self.log)
+                if time.monotonic() > begin + self._left:
+                    raise _failure(f"the {self.arm} run was not finished after {self._job.timeout:.0f} s", self.log)
+                time.sleep(POLL_S)
+            events.append(event)
+        self._left -= time.monotonic() - begin
+        return events
 
     def end(self) -> None:
         """Let every rank end by itself, so that its processes leave their last counts."""
@@ -322,7 +331,7 @@ class Engine:
             process.stdin.close()  # type: ignore[union-attr]
         for process in self._processes:
             try:
-                status = process.wait(timeout=self._job.timeout)
+                status = process.wait(timeout=max(self._left, 1.0))
             except subprocess.TimeoutExpired:
                 raise _failure(f"the {self.arm} run did not end", self.log) from None
             if status:
@@ -335,13 +344,20 @@ def _latency(
     with Engine(job, model, arguments, arm, place) as engine:
         run = Run(job, engine.do("start"))
         say(f"engine up after {run.startup_s:.0f} s")
-        for size in job.batch_sizes:
-            run.add(engine.do(f"latency {size}"))
-            say(run.last())
-        for size in job.batch_sizes if job.greedy_tokens else ():
-            run.add(engine.do(f"greedy {size}"))
+        _take_turns(job, [(engine, run, say)])
         engine.end()
         return run.row(_plugin(engine.status, arm))
+
+
+def _take_turns(job: Job, runs: Sequence[tuple[Engine, Run, Callable[[str], None]]]) -> None:
+    """All batches of the given runs, one run after the other at each batch size."""
+    for size in job.batch_sizes:
+        for engine, run, say in runs:
+            run.add(engine.do(f"latency {size}"))
+            say(run.last())
+    for size in job.batch_sizes if job.greedy_tokens else ():
+        for engine, run, _ in runs:
+            run.add(engine.do(f"greedy {size}"))
 
 
 def _together(
@@ -368,13 +384,11 @@ def _together(
             say(f"{arm} engine up after {_startup_s(started[arm]):.0f} s")
         for pair in missing:
             runs = {arm: Run(job, started[arm], first=pair == missing[0]) for arm in job.order_of(pair)}
-            for size in job.batch_sizes:
-                for arm, run in runs.items():
-                    run.add(engines[arm].do(f"latency {size}"))
-                    say(f"pair {pair + 1}/{job.pairs} ({arm}): {run.last()}")
-            for size in job.batch_sizes if job.greedy_tokens else ():
-                for arm, run in runs.items():
-                    run.add(engines[arm].do(f"greedy {size}"))
+            if pair != missing[0]:
+                for engine in engines.values():
+                    engine.begin_run()
+            names = {arm: f"pair {pair + 1}/{job.pairs} ({arm})" for arm in runs}
+            _take_turns(job, [(engines[arm], run, functools.partial(_say, say, names[arm])) for arm, run in runs.items()])
             # What the processes left when their engine was up: enough, should this be stopped before it ends.
             proofs = {arm: _plugin(engines[arm].status, arm) for arm in runs}
             for arm, run in runs.items():
@@ -398,11 +412,25 @@ def _data_parallel(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
-def _events(path: pathlib.Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    whole, _, _ = path.read_text().rpartition("\n")  # the last line may still be written
-    return [json.loads(line) for line in whole.splitlines()]
+class Told:
+    """The events that a driver writes to a file, one after the other."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        self._read = 0
+
+    def next(self) -> dict[str, Any] | None:
+        """The first that was not read yet, if it is there."""
+        if not self._path.exists():
+            return None
+        with self._path.open("rb") as events:
+            events.seek(self._read)
+            line = events.readline()
+        if not line.endswith(b"\n"):  # it may still be written
+            return None
+        self._read += len(line)
+        event: dict[str, Any] = json.loads(line)
+        return event
 
 
 class Run:

@@ -18,7 +18,6 @@ from rich.table import Table
 from vllm_moe_tune_plugin.bench import engine, schema, stats
 from vllm_moe_tune_plugin.bench.schema import MACHINE, BenchError
 
-ARMS = (engine.STOCK, engine.TUNED)
 GIB = 2**30
 
 #: Columns of text among those of numbers.
@@ -165,12 +164,12 @@ def _layer_sheet(source: Source) -> Sheet:
         rows.append(
             [
                 *names,
-                *(f"{median[arm]:.1f} ± {spread[arm]:.1f}" for arm in ARMS),
+                *(f"{median[arm]:.1f} ± {spread[arm]:.1f}" for arm in engine.ARMS),
                 f"{row['ratio']:.3f}",
                 _interval(*row["ratio_ci95"]),
                 f"{row['limit_us']:.1f}",
                 f"{row['bytes'] / 1e6:.1f}",
-                *(f"{error[arm]:.1e}" for arm in ARMS),
+                *(f"{error[arm]:.1e}" for arm in engine.ARMS),
                 *([f"{row['ratio_control']:.3f}"] if controlled else []),
             ]
         )
@@ -246,7 +245,7 @@ def _speed_sheet(source: Source) -> Sheet:
     rows = []
     for size in _sizes(source):
         ratio, low, high = stats.mean_ratio(engine.ratios(source.rows(), size))
-        speeds = [_batch_figure(source, arm, size, "tokens_per_s", ".1f") for arm in ARMS]
+        speeds = [_batch_figure(source, arm, size, "tokens_per_s", ".1f") for arm in engine.ARMS]
         rows.append([str(size), *speeds, f"{ratio:.3f}", _interval(low, high)])
     return Sheet("Output tokens a second", columns, rows, words=0, note=f"{SPREAD}; {RATIO}.")
 
@@ -255,7 +254,7 @@ def _latency_sheet(source: Source) -> Sheet:
     columns = ["stock TPOT ms", "tuned TPOT ms", "stock TTFT ms", "tuned TTFT ms", TOKENS]
     rows = []
     for size in _sizes(source):
-        times = [_batch_figure(source, arm, size, name, ".2f", 1e3) for name in ("tpot_s", "ttft_s") for arm in ARMS]
+        times = [_batch_figure(source, arm, size, name, ".2f", 1e3) for name in ("tpot_s", "ttft_s") for arm in engine.ARMS]
         rows.append([str(size), *times, engine.agreement(source.rows(), size)])
     note = f"TPOT: time per output token, TTFT: time to the first token; {SPREAD}."
     return Sheet("Latency and greedy tokens", [_size_title(source), *columns], rows, words=0, note=note)
@@ -269,7 +268,7 @@ def _verdicts(source: Source, arm: str) -> str:
 def _runs_sheet(source: Source) -> Sheet:
     columns = ["arm", "runs", "start-up s", "peak memory GiB", "KV cache tokens", TUNINGS]
     rows = []
-    for arm in ARMS:
+    for arm in engine.ARMS:
         count = sum(row["key"]["arm"] == arm for row in source.rows())
         if count:
             figures = (
@@ -290,7 +289,7 @@ def _engine_summary(source: Source) -> Sheet:
         rows.append([size, *figures, f"{stock_tpot} → {tuned_tpot}", f"{stock_ttft} → {tuned_ttft}", tokens])
     runs = {row[0]: row for row in _runs_sheet(source).rows}
     note = f"{SPREAD}; {RATIO}."
-    if len(runs) == len(ARMS):
+    if len(runs) == len(engine.ARMS):
         count = len(engine.ratios(source.rows(), _sizes(source)[0]))
         _, _, *stock, _ = runs[engine.STOCK]
         *_, start, memory, cache, tunings = runs[engine.TUNED]

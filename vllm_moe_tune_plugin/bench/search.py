@@ -128,8 +128,6 @@ def search(shape: Shape, dtype: str, ep: int, machine: Machine, plan: Plan, say:
     """
     import torch
 
-    from vllm_moe_tune_plugin.kernels.decode_moe import choose_tiles
-
     problem = shape.refusal(dtype, ep)
     if problem:
         raise BenchError(f"{shape.name} in {dtype}: {problem}")
@@ -138,10 +136,9 @@ def search(shape: Shape, dtype: str, ep: int, machine: Machine, plan: Plan, say:
         made = layer.guarded(layer.make_layers, layers, shape, dtype, ep, machine)
         if made["status"] != "ok":
             raise BenchError(f"{shape.name} in {dtype}: {made['reason']}")
-        size = layers[0].weights.w1.element_size()
-        start = dataclasses.asdict(choose_tiles(shape.hidden, shape.intermediate, shape.top_k, size))
         measure = kernels_alone(layers, dtype, machine, plan, say)
-        best, speed_up, tried = climb(measure, start, 16 // size, plan.seconds)
+        vector = 16 // layers[0].weights.w1.element_size()
+        best, speed_up, tried = climb(measure, formula(shape, layers), vector, plan.seconds)
 
         rows = []
         with tuned_tiles.trial(Entry(MOST_TOKENS, best)):
@@ -165,6 +162,14 @@ def window(rows: Sequence[dict[str, Any]]) -> int:
             break
         tokens = row["key"]["tokens"]
     return tokens
+
+
+def formula(shape: Shape, layers: Sequence[experts.Layer]) -> dict[str, int]:
+    """The tiles that the kernels take where nothing was searched."""
+    from vllm_moe_tune_plugin.kernels.decode_moe import choose_tiles
+
+    size = layers[0].weights.w1.element_size()
+    return dataclasses.asdict(choose_tiles(shape.hidden, shape.intermediate, shape.top_k, size))
 
 
 def kernels_alone(
