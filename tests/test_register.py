@@ -23,8 +23,10 @@ ROOT = pathlib.Path(vllm_moe_tune_plugin.__file__).parents[1]
 
 # Importing torch takes seconds: one process does it, and is forked for each test.
 ZYGOTE = """
-import faulthandler, importlib.metadata, inspect, json, os, runpy, sys, traceback
+import faulthandler, gc, importlib.metadata, inspect, json, os, runpy, sys, traceback
 import packaging.version, torch
+
+gc.freeze()  # a collection that looks through all of torch takes 80 ms, whoever's turn it is when it comes
 
 for line in sys.stdin:
     folder = json.loads(line)

@@ -6,8 +6,8 @@ class, quantization method or custom op) with tiny random tensors and returns th
 them (see `vllm_moe_tune_plugin.no_gpu`). `find_call_sites()` reads the installed vLLM's sources and says which sites there
 are, so that none can be forgotten.
 
-As a program: `python call_sites.py OUTPUT SEED [--plugin]` runs all sites in this process and saves what they did, a list
-of `Outcome` as dictionaries.
+As a program: `python call_sites.py FOLDER SEED` runs all sites in two forks of this process, without and with the plugin, and
+each saves what they did, a list of `Outcome` as dictionaries, in the folder's file `False` or `True`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import multiprocessing
 import pathlib
 import re
 import sys
@@ -907,28 +908,42 @@ def run_all(setup: Setup, seed: int) -> Iterator[Outcome]:
             yield Outcome(site.name, run, site.limit, list(recorder.sites), calls, error)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output")
-    parser.add_argument("seed", type=int)
-    parser.add_argument("--plugin", action="store_true")
-    parser.add_argument("--setup", type=ast.literal_eval, default={}, help="fields of Setup, as a dictionary")
-    options = parser.parse_args()
-    no_gpu.prepare()
-    if options.plugin:
+def run_arm(output: pathlib.Path, seed: int, setup: Setup, plugin: bool) -> None:
+    import torch
+
+    if plugin:
         import vllm_moe_tune_plugin
 
         vllm_moe_tune_plugin.register()
-    no_gpu.stand_in_platform()
-    import torch
-
     # Memory that is never written reads the same in each run.
     torch.use_deterministic_algorithms(True, warn_only=True)
     for module in ("fused_moe.layer", "quantization.modelopt"):
         importlib.import_module(LAYERS + module)
     no_gpu.activate()
-    outcomes = [dataclasses.asdict(outcome) for outcome in run_all(Setup(**options.setup), options.seed)]
-    torch.save(outcomes, options.output)
+    torch.save([dataclasses.asdict(outcome) for outcome in run_all(setup, seed)], output)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--setup", type=ast.literal_eval, default={}, help="fields of Setup, as a dictionary")
+    options = parser.parse_args()
+    no_gpu.prepare()
+    no_gpu.stand_in_platform()
+    # What an engine has imported when it loads its plugins, and the reading of vLLM's sources: once for both arms.
+    importlib.import_module("vllm.config")
+    find_call_sites()
+    assert not [module for module in sys.modules if "fused_moe" in module], "too early for the plugin"
+    fork = multiprocessing.get_context("fork")
+    arms = [
+        fork.Process(target=run_arm, args=(options.folder / str(plugin), options.seed, Setup(**options.setup), plugin))
+        for plugin in (False, True)
+    ]
+    for arm in arms:
+        arm.start()
+    for arm in arms:
+        arm.join()
 
 
 if __name__ == "__main__":
