@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import math
 import random
 import sys
 import types
@@ -250,7 +252,7 @@ def test_fp8_scaled_by_tensor_and_channel(kernels: Any, hidden: int, inner: int,
     run_fp8(kernels, hidden, inner, None, channels, absent=0.2)
 
 
-@pytest.mark.parametrize("block", [[128, 128], [16, 32]])
+@pytest.mark.parametrize("block", [[128, 128], [32, 16]])
 @pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (96, 48), (1152, 144)])
 def test_fp8_scaled_in_blocks(kernels: Any, hidden: int, inner: int, block: list[int]) -> None:
     run_fp8(kernels, hidden, inner, block, False, tiles=coarse(kernels, hidden, inner, 1), mapped=True, absent=0.2)
@@ -263,7 +265,7 @@ def test_fp8_with_biases_and_rows_in_turn(kernels: Any) -> None:
 def test_more_scales_than_are_kept_in_registers(kernels: Any) -> None:
     tiles = kernels.Tiles(16, 32, 1, 16, 16, 1, 3)
     inner = 16 * (kernels.MOST_SCALES_AHEAD // 10 + 2)  # a column of tiles for each ten scales, and one more
-    run_fp8(kernels, 32, inner, [16, 16], False, tiles=tiles, experts=12, top_k=10)
+    run_fp8(kernels, 32, inner, [32, 16], False, tiles=tiles, experts=12, top_k=10)
 
 
 def test_router_weights_that_the_input_has_already(kernels: Any) -> None:
@@ -276,6 +278,14 @@ def test_router_weights_that_the_input_has_already(kernels: Any) -> None:
 
 def test_rows_with_gaps(kernels: Any) -> None:
     check(kernels, draw(3, 40, 24, gap=8))
+
+
+def test_the_weight_of_a_pair_without_an_expert_is_not_read(kernels: Any) -> None:
+    problem = draw(4, 40, 24, absent=0.5)
+    problem.ids[0, 0] = -1
+    expected = reference(problem)
+    problem.weights = problem.weights.masked_fill(problem.ids < 0, math.nan)
+    assert (run(kernels, problem).double() - expected).norm() <= 1e-6 * expected.norm()
 
 
 @pytest.mark.parametrize("absent", [0.5, 1.0])
@@ -410,6 +420,7 @@ def call(**changes: Any) -> Call:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_kernel, "runs_triton", lambda tensor: True)
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
 
 
 def changed(name: str, value: Any, of: str = "") -> Experts:
@@ -434,7 +445,7 @@ def fp8_call(experts: Experts, w1_scale: Any, w2_scale: Any, a1q_scale: Any, blo
 
 ONE_EACH = (torch.ones(6), torch.ones(6), torch.ones(1))
 CHANNELS = (torch.ones(6, 32, 1), torch.ones(6, 32, 1), torch.ones(2, 1))
-BLOCKS = (torch.ones(6, 2, 2), torch.ones(6, 2, 1), torch.ones(2, 2), [16, 16])
+BLOCKS = (torch.ones(6, 1, 2), torch.ones(6, 1, 1), torch.ones(2, 2), [32, 16])
 
 
 @pytest.mark.parametrize("given", [ONE_EACH, CHANNELS, BLOCKS], ids=["tensor", "channel", "block"])
@@ -453,8 +464,9 @@ def test_fp8_with_known_scales(on_gpu: None, given: tuple[Any, ...]) -> None:
         (torch.ones(6), torch.ones(6), torch.ones(3, 1)),
         (torch.ones(6, 32, 1), torch.ones(6, 16, 1), torch.ones(2, 1)),
         (torch.ones(6, 4, 4), torch.ones(6, 4, 2), torch.ones(2, 4), [8, 8]),
-        (torch.ones(6, 2, 2), torch.ones(6, 2, 1), torch.ones(2, 1), [16, 16]),
-        (torch.ones(6, 2, 2, dtype=torch.uint8), torch.ones(6, 2, 1), torch.ones(2, 2), [16, 16]),
+        (torch.ones(6, 2, 2), torch.ones(6, 2, 1), torch.ones(2, 2), [16, 16]),  # a program may have 32 rows
+        (torch.ones(6, 1, 2), torch.ones(6, 1, 1), torch.ones(2, 1), [32, 16]),
+        (torch.ones(6, 1, 2, dtype=torch.uint8), torch.ones(6, 1, 1), torch.ones(2, 2), [32, 16]),
     ],
 )
 def test_fp8_with_other_scales_stays_stock(on_gpu: None, given: tuple[Any, ...]) -> None:
@@ -510,12 +522,14 @@ def test_calls_of_another_kind_stay_stock(on_gpu: None, changes: dict[str, Any])
     assert why_stock(Experts(), call(**changes), Experts)
 
 
-def patch_of(monkeypatch: pytest.MonkeyPatch, apply: Any, **settings: Any) -> tuple[Patch, type]:
-    """The patch on an ``apply`` with vLLM's parameters, attempted, and the class that it is on."""
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("self", *decode_kernel._PARAMETERS)]
+def patch_of(monkeypatch: pytest.MonkeyPatch, apply: Any, more: str = "a2_scale", **settings: Any) -> tuple[Patch, type]:
+    """The patch on an ``apply`` with vLLM's parameters and one more, attempted, and the class that it is on."""
+    names = ("self", *decode_kernel._PARAMETERS, more)
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     apply.__signature__ = inspect.Signature(parameters)
     module = types.ModuleType("module")
-    module.TritonExperts = type("TritonExperts", (Experts,), {"apply": apply})  # type: ignore[attr-defined]
+    steps = {"activation": lambda self: None, "moe_sum": lambda self: None}
+    module.TritonExperts = type("TritonExperts", (Experts,), {"apply": apply, **steps})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "module", module)
     target = "module:TritonExperts.apply"
     patch = Patch(target, decode_kernel._decide(target, Settings(**settings)))
@@ -533,12 +547,81 @@ def test_batch_invariance_keeps_it_off(monkeypatch: pytest.MonkeyPatch, value: s
     assert patch.undo()
 
 
+@pytest.fixture
+def served(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each call that went to the kernels, which are not run."""
+    tokens: list[int] = []
+    monkeypatch.setattr(decode_kernel, "_run", lambda experts, call, found: tokens.append(call.topk_ids.size(0)))
+    return tokens
+
+
+def stock_apply(self: Any, **arguments: Any) -> str:
+    return "stock"
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_up_to_the_window_the_kernels_serve(served: list[int], monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    _, experts_class = patch_of(monkeypatch, stock_apply, decode_tokens=2)
+    changes = {name: getattr(call(), name)[:1].expand(tokens, -1).contiguous() for name in ("topk_ids", "topk_weights")}
+    changes["hidden_states"] = torch.zeros(tokens, 32, dtype=torch.bfloat16)
+    assert experts_class().apply(**vars(call(**changes))) == (None if tokens < 3 else "stock")
+    assert served == [tokens] * (tokens < 3)
+
+
+def test_a_parameter_that_is_not_known_may_mean_anything(monkeypatch: pytest.MonkeyPatch, on_gpu: None) -> None:
+    patch, _ = patch_of(monkeypatch, stock_apply, more="routed_scaling_factor")
+    assert (patch.state, "routed_scaling_factor" in patch.reason) == ("unsupported", True)
+
+
+def test_a_foreign_wrapper_below_is_not_passed_over(monkeypatch: pytest.MonkeyPatch, on_gpu: None) -> None:
+    @functools.wraps(stock_apply)
+    def foreign(self: Any, **arguments: Any) -> Any:
+        return stock_apply(self, **arguments)
+
+    patch, _ = patch_of(monkeypatch, foreign)
+    assert (patch.state, patch.reason) == ("unsupported", "something else wraps TritonExperts.apply")
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the first call", "later"])
+def test_a_step_replaced_on_the_class_is_not_passed_over(
+    served: list[int], monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    _, experts_class = patch_of(monkeypatch, stock_apply, decode_tokens=2)
+    if late:
+        assert experts_class().apply(**vars(call())) is None
+    monkeypatch.setattr(experts_class, "moe_sum", lambda self: None)
+    assert experts_class().apply(**vars(call())) == "stock"
+    assert len(served) == late
+
+
+@pytest.mark.parametrize("mark", [*decode_kernel.OFFLOADED, None])
+@pytest.mark.parametrize("name", ["w1", "w2"])
+def test_weights_on_the_host_stay_stock(
+    served: list[int], monkeypatch: pytest.MonkeyPatch, name: str, mark: str | None
+) -> None:
+    _, experts_class = patch_of(monkeypatch, stock_apply, decode_tokens=2)
+    made = call()
+    if mark:
+        setattr(getattr(made, name), mark, torch.zeros(2))
+    assert experts_class().apply(**vars(made)) == ("stock" if mark else None)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"w1": torch.zeros(6, 32, 8, dtype=torch.uint8)}, {"w1": torch.zeros(6, 8, dtype=torch.bfloat16)}]
+)
+def test_a_layer_of_another_kind_is_no_failure(
+    served: list[int], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    patch, experts_class = patch_of(monkeypatch, stock_apply)
+    assert experts_class().apply(**vars(call(**changes))) == "stock"
+    assert patch.state == "applied"
+
+
 @pytest.mark.parametrize(("log", "lines"), [("debug", 1), ("info", 0)])
 def test_debug_says_once_why_a_layer_stays_stock(
     on_gpu: None, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture, log: str, lines: int
 ) -> None:
-    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
-    patch, experts_class = patch_of(monkeypatch, lambda self, **arguments: None, log=log)
+    patch, experts_class = patch_of(monkeypatch, lambda self, **arguments: None, log=log, decode_tokens=4)
     for _ in range(2):
         experts_class().apply(**vars(call(activation="tanh")))
     assert patch.undo()

@@ -20,7 +20,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import importlib
+import inspect
 import logging
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -229,12 +231,45 @@ def _is_imported(name: str) -> bool:
     return name in _arrived or not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
-def _is_or_binds(candidate: Any, ours: wrapt.FunctionWrapper[..., Any]) -> bool:
+class _Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+    """Ours. Where a function may be copied or pickled, so may its wrapper: it goes by its name, as functions do."""
+
+    def __copy__(self) -> _Wrapper:
+        return self
+
+    def __deepcopy__(self, memo: object) -> _Wrapper:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return _by_name, (self.__module__, self.__qualname__)
+
+
+def _by_name(module: str, name: str) -> Any:
+    return operator.attrgetter(name)(importlib.import_module(module))
+
+
+def _own(foreign: Any, name: str) -> Any:
+    """An attribute that a foreign object really has, else None: one that makes up whatever it is asked for has none."""
+    try:
+        absent = object()
+        return None if inspect.getattr_static(foreign, name, absent) is absent else getattr(foreign, name)
+    except Exception:  # of the foreign object's own code
+        return None
+
+
+def _is_or_binds(candidate: Any, ours: _Wrapper) -> bool:
     """Whether an object is our wrapper, or what looking it up on its class made of it."""
-    return candidate is ours or getattr(candidate, "_self_parent", None) is ours
+    return candidate is ours or _own(candidate, "_self_parent") is ours
 
 
-def _relink(outer: Any, ours: wrapt.FunctionWrapper[..., Any], inner: Any) -> bool:
+def without_ours(function: Any) -> Any:
+    """What is below this plugin's wrappers: the stock function, or another plugin's wrapper."""
+    while type(function) is _Wrapper:
+        function = function.__wrapped__
+    return function
+
+
+def _relink(outer: Any, ours: _Wrapper, inner: Any) -> bool:
     """Take ``ours`` out of the foreign wrappers that begin at ``outer``, wherever they hold it; whether any did.
 
     A wrapt wrapper keeps what it wraps in ``__wrapped__``, and a bound one also the unbound; a closure keeps it in a cell.
@@ -247,11 +282,11 @@ def _relink(outer: Any, ours: wrapt.FunctionWrapper[..., Any], inner: Any) -> bo
         if holder is None or id(holder) in seen or _is_or_binds(holder, ours):
             continue
         seen.add(id(holder))
-        below = getattr(holder, "__wrapped__", None)
+        below = _own(holder, "__wrapped__")
         if below is not None and _is_or_binds(below, ours):
             holder.__wrapped__ = inner
             found = True
-        waiting += [below, getattr(holder, "_self_parent", None)]
+        waiting += [below, _own(holder, "_self_parent")]
         # Of the holder itself: a proxy would show its wrapped function's.
         cells = getattr(holder, "__closure__", None) if type(holder).__name__ == "function" else None
         for cell in cells or ():
@@ -273,7 +308,7 @@ class _Place:
 
     parent: Any
     name: str
-    wrapper: wrapt.FunctionWrapper[..., Any]
+    wrapper: _Wrapper
     inherited: bool
 
     def restore(self, let_go: set[tuple[int, int]]) -> bool:
@@ -333,6 +368,7 @@ class Patch:
     tuned: int = field(default=0, init=False)
     group: Group = field(default_factory=Group, init=False, repr=False)
     _places: list[_Place] = field(default_factory=list, init=False, repr=False)
+    _undone: bool = field(default=False, init=False, repr=False)
 
     @property
     def module(self) -> str:
@@ -373,7 +409,7 @@ class Patch:
         """Apply the patch if all that it waits for is there; never raises."""
         with _lock:
             try:
-                if self.state is State.PENDING and all(map(_is_imported, self.modules)):
+                if self.state is State.PENDING and not self._undone and all(map(_is_imported, self.modules)):
                     self._apply()
             except UnknownSignature as error:
                 self.settle(unsupported(str(error)))
@@ -382,23 +418,24 @@ class Patch:
 
     def _apply(self) -> None:
         try:
-            found = [self._resolve(self.target)]
+            original = self._resolve(self.target)[2]
         except AttributeError:
             self.settle(self.missing())
             return
-        for name in self.also:
+        found = {}
+        for name in dict.fromkeys((self.target, *self.also)):
             try:
-                found.append(self._resolve(name))
+                found[name] = self._resolve(name)
             except (AttributeError, ImportError):
                 continue  # a release that does not re-export it there
-        answer = self.decide(found[0][2])
+        answer = self.decide(original)
         if isinstance(answer, Verdict):
             self.settle(answer)
             return
         # One wrapper for one object, however many names it has: a caller that compares them still finds them equal.
-        wrappers: dict[int, wrapt.FunctionWrapper[..., Any]] = {}
-        for parent, name, original in found:
-            wrapper = wrappers.setdefault(id(original), wrapt.FunctionWrapper(original, answer.wrapper(self)))
+        wrappers: dict[int, _Wrapper] = {}
+        for parent, name, original in found.values():
+            wrapper = wrappers.setdefault(id(original), _Wrapper(original, answer.wrapper(self)))
             inherited = name not in vars(parent)
             setattr(parent, name, wrapper)
             self._places.append(_Place(parent, name, wrapper, inherited))
@@ -420,13 +457,20 @@ class Patch:
             logger.error("moe-tune: %s failed and is stock from now on", self.target, exc_info=error)
 
     def undo(self) -> bool:
-        """Restore every original object; whether nothing of the wrapper is left anywhere."""
+        """Restore every original object, for good; whether nothing of the wrapper is left anywhere. Never raises."""
         with _lock:
             self.applied = False
+            self._undone = True  # another thread may be about to apply it
             let_go: set[tuple[int, int]] = set()
-            clean = [place.restore(let_go) for place in reversed(self._places)]
+            clean = True
+            for place in reversed(self._places):
+                try:
+                    clean &= place.restore(let_go)
+                except Exception:  # a namespace that cannot be changed back: the wrapper there only passes calls on
+                    logger.exception("moe-tune: %s keeps a wrapper", self.target)
+                    clean = False
             self._places.clear()
-            return all(clean)
+            return clean
 
 
 class _NotifyingLoader:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from vllm_moe_tune_plugin import tunings
 from vllm_moe_tune_plugin.ledger import State, TuningRecord
-from vllm_moe_tune_plugin.patching import Advice, Group, ImportWatch, Observe, Patch, Verdict
+from vllm_moe_tune_plugin.patching import Advice, Group, ImportWatch, Observe, Patch, Verdict, unsupported
 from vllm_moe_tune_plugin.settings import Settings
 from vllm_moe_tune_plugin.tactics import UntunedCalls
 
@@ -46,8 +46,7 @@ class Session:
         self.patches: dict[str, Sequence[Patch]] = {}
         self._reported = False
         for name in tunings.NAMES:
-            own = tuple(tunings.patches_of(name, settings))
-            self.patches[name] = own
+            self.patches[name] = own = self._patches_of(name)
             group = Group()
             for patch in own:
                 patch.group = group
@@ -56,6 +55,15 @@ class Session:
                 patch.settle_if_missing()
         self.untuned_calls = UntunedCalls()
         self.reports = [self.untuned_calls.patch(), *(Patch(target, self._report_when_up) for target in _UP)]
+
+    def _patches_of(self, name: str) -> Sequence[Patch]:
+        """A tuning's patches; where it cannot even name them, one that says why: the others go on."""
+        try:
+            return tuple(tunings.patches_of(name, self.settings))
+        except Exception as error:
+            broken = Patch(f"{tunings.__name__}.{name}:patches", lambda _: unsupported(""))
+            broken.fail(error)
+            return (broken,)
 
     def start(self) -> None:
         # Listen first: another thread may be importing.

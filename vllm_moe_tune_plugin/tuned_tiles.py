@@ -17,10 +17,12 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_moe_tune_plugin.bench.shapes import Shape
 from vllm_moe_tune_plugin.settings import Settings
+
+if TYPE_CHECKING:
+    from vllm_moe_tune_plugin.bench.shapes import Shape
 
 logger = logging.getLogger("vllm.moe_tune")
 
@@ -91,7 +93,8 @@ class Entry:
 
 def default_folder() -> pathlib.Path:
     """The user's cache."""
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "vllm-moe-tune-plugin"
+    # Not Path.home(), which raises where a container's user has no home.
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "vllm-moe-tune-plugin"
 
 
 def folder_of(settings: Settings) -> pathlib.Path:

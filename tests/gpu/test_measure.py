@@ -62,7 +62,7 @@ def test_jobs_share_the_gpus_and_keep_their_order(run: Any) -> None:
 
 
 def test_what_runs_when_the_time_is_over_is_asked_to_end(run: Any) -> None:
-    status, said, noted = run({"a": (2, 60), "b": (1, 0)}, "--limit", "1")
+    status, said, noted = run({"a": (2, 60), "b": (1, 0)}, "--limit", "3")
     assert noted["a"]["ended"]
     assert "b" not in noted
     assert said.splitlines() == ["a: stopped, the time is over", "b: not begun"]

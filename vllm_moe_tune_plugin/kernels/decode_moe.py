@@ -254,7 +254,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         expert = _local_expert(ids, expert_map, pair, HAS_MAP)
         is_local = expert >= 0
         if WEIGHTED:  # noqa: SIM108  (the ternary has no common type for mypy)
-            weight = tl.load(topk_weights + pair).to(tl.float32)
+            weight = tl.load(topk_weights + pair, mask=is_local, other=0.0).to(tl.float32)
         else:
             weight = 1.0
         if W_SCALED == 1:

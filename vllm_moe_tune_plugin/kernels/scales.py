@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-#: Where weights are scaled in blocks: this many rows, and as many columns, always share a scale. More than a program has
-#: rows, and as many as a thread has columns.
-GRAIN = 16
+#: Where weights are scaled in blocks: the rows that a program may have (searched tiles have up to 16, and twice as many where
+#: gate and up rows alternate) and the columns that a thread has always share a scale.
+ROWS, COLUMNS = 32, 16
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def of_weight(scale: torch.Tensor | None, weight: torch.Tensor, block: Sequence[
     experts, rows, columns = weight.shape
     if block is not None:
         across, along = block
-        if across % GRAIN or along % GRAIN or rows % (2 * GRAIN):
+        # Where gate and up rows do not alternate, the latter begin at half of the rows.
+        if across % ROWS or along % COLUMNS or rows % 32:
             return None
         if scale.shape != (experts, -(-rows // across), -(-columns // along)):
             return None

@@ -9,8 +9,9 @@ every condition is proven (:func:`why_stock` says which one is not; ``MOE_TUNE_L
 of tokens at which it was measured to win (:func:`reach`; ``vllm-moe-tune doctor --model DIR`` tells it): on Hopper by
 :func:`window`, on any GPU by what ``vllm-moe-tune tune`` found there. ``MOE_TUNE_DECODE_TOKENS`` sets another number of
 tokens, on any GPU. Everything else is exactly stock. A subclass of ``TritonExperts`` keeps its own behaviour, and so does an
-instance of which a step was replaced (LoRA). With fp8 the activated rows between the two projections stay in the output's
-type where stock quantises them once more: the result is nearer to the exact one.
+instance of which a step was replaced (LoRA), and the class where another plugin replaced a step or had wrapped ``apply``
+before. With fp8 the activated rows between the two projections stay in the output's type where stock quantises them once
+more: the result is nearer to the exact one.
 
 Upstream: nothing like it up to vLLM 0.33. The idea of a GEMV path for decode was proposed and closed in PR 41379.
 Delete when: vLLM has a fused path for few tokens that is as fast.
@@ -19,6 +20,7 @@ Delete when: vLLM has a fused path for few tokens that is as fast.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -31,7 +33,7 @@ import torch
 from vllm_moe_tune_plugin import tuned_tiles
 from vllm_moe_tune_plugin.kernels import scales
 from vllm_moe_tune_plugin.kernels.scales import Scale
-from vllm_moe_tune_plugin.patching import STOCK, Advice, Args, Kwargs, Patch, Replace, Verdict, unsupported
+from vllm_moe_tune_plugin.patching import STOCK, Advice, Args, Kwargs, Patch, Replace, Verdict, unsupported, without_ours
 from vllm_moe_tune_plugin.settings import Settings
 from vllm_moe_tune_plugin.stack import Argument, first_existing
 from vllm_moe_tune_plugin.tuned_tiles import Entry, Problem
@@ -61,8 +63,10 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "f
 #: The compute capability of the GPUs on which they were measured (Hopper).
 MEASURED_ON = (9, 0)
 
-#: The steps of TritonExperts.apply that an instance may replace.
-STEPS = ("activation", "moe_sum", "apply", "_finalize_expert_output", "_apply_router_weight_in_gemm2")
+#: The steps of TritonExperts.apply that a class or an instance may replace.
+STEPS = ("activation", "moe_sum", "_finalize_expert_output", "_apply_router_weight_in_gemm2")
+#: vLLM's marks of weights that it left on the host (`_vllm_is_uva_offloaded` since 0.16).
+OFFLOADED = ("_vllm_is_uva_offloaded", "_vllm_offloaded_cpu_data")
 
 _PARAMETERS = (
     "output",
@@ -77,6 +81,8 @@ _PARAMETERS = (
     "workspace2",
     "apply_router_weight_on_input",
 )
+#: What TritonExperts.apply takes besides, of which nothing depends where the conditions are met.
+_WITHOUT_MEANING = {"global_num_experts", "a2_scale", "workspace13", "expert_tokens_meta"}
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ def why_stock(experts: Any, call: Call, stock_class: type) -> str:
     """Which condition of the two kernels a call does not meet, empty where it meets all."""
     if type(experts) is not stock_class:
         return f"{type(experts).__name__} has steps of its own"
-    replaced = [step for step in STEPS if step in vars(experts)]
+    replaced = [step for step in ("apply", *STEPS) if step in vars(experts)]
     if replaced:
         return f"{', '.join(replaced)} was replaced on this instance"
     if getattr(experts, "_lora_context", None) is not None:
@@ -158,6 +164,15 @@ def why_stock(experts: Any, call: Call, stock_class: type) -> str:
     if uses_hook is not None and uses_hook(call.topk_ids.size(0)):
         return "something runs after the second GEMM"
     return _why_activation(experts, call) or _why_weights(experts, call) or _why_tensors(call)
+
+
+def _why_layer(call: Call) -> str:
+    """What makes a layer another kind of problem than any of the kernels'."""
+    if call.w1.dtype not in DTYPES or call.w1.dtype != call.w2.dtype:
+        return f"weights in {call.w1.dtype} and {call.w2.dtype}"
+    if call.w1.dim() != 3 or call.w2.dim() != 3 or call.topk_ids.dim() != 2:
+        return f"weights of shapes {tuple(call.w1.shape)} and {tuple(call.w2.shape)}"
+    return ""
 
 
 def _why_activation(experts: Any, call: Call) -> str:
@@ -239,9 +254,22 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _host_resident(module: Any) -> Callable[[torch.Tensor, torch.Tensor], bool]:
-    """vLLM's own answer whether weights are on the host (0.30 and later), behind an address of the GPU."""
-    answer: Callable[[torch.Tensor, torch.Tensor], bool] = getattr(module, "_weights_host_resident", lambda w1, w2: False)
+    """Whether weights are on the host, behind an address of the GPU: vLLM's own answer (0.30 and later), else by its marks."""
+
+    def by_marks(*weights: torch.Tensor) -> bool:
+        return any(getattr(weight, mark, False) is not False for weight in weights for mark in OFFLOADED)
+
+    answer: Callable[[torch.Tensor, torch.Tensor], bool] = getattr(module, "_weights_host_resident", by_marks)
     return answer
+
+
+def _why_foreign(function: Any) -> str:
+    """Why this ``TritonExperts.apply`` may do more than is known of it, empty where it does not."""
+    stock = without_ours(function)
+    if hasattr(stock, "__wrapped__"):
+        return "something else wraps TritonExperts.apply"
+    unknown = inspect.signature(stock).parameters.keys() - {"self", *_PARAMETERS, *_WITHOUT_MEANING}
+    return f"this vLLM's TritonExperts.apply also takes {', '.join(sorted(unknown))}" if unknown else ""
 
 
 def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict]:
@@ -253,9 +281,13 @@ def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict
             return unsupported("written for NVIDIA GPUs")
         if os.environ.get("VLLM_BATCH_INVARIANT", "0").strip() not in ("", "0"):
             return unsupported("VLLM_BATCH_INVARIANT asks for results that do not depend on the batch size")
+        arguments = [Argument(function, name) for name in _PARAMETERS]
+        foreign = _why_foreign(function)
+        if foreign:
+            return unsupported(foreign)
         module = sys.modules[target.partition(":")[0]]
         stock_class, host_resident = module.TritonExperts, _host_resident(module)
-        arguments = [Argument(function, name) for name in _PARAMETERS]
+        steps = {step: getattr(stock_class, step) for step in STEPS if hasattr(stock_class, step)}
         ids = Argument(function, "topk_ids")
         most = tuned_tiles.MOST_TOKENS if decode_tokens is None else decode_tokens
 
@@ -264,7 +296,19 @@ def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict
             if not 0 < tokens <= most:
                 return STOCK
             call = Call(*(argument.get(args, kwargs) for argument in arguments))
-            why = why_stock(experts, call, stock_class)
+            found = None
+            # What is cheap to ask comes first: outside CUDA graphs every layer asks it.
+            why = _why_layer(call)
+            if not why:
+                device, problem = call.w1.device, _problem(experts, call)
+                found = tuned_tiles.look_up(folder, gpu_name(device), problem)
+                reached, by = reach(problem, _expert_bytes(call), _capability(device), found, decode_tokens)
+                if 0 < reached < tokens:
+                    return STOCK
+                why = "" if reached else by
+            if not why and any(getattr(stock_class, name, None) is not step for name, step in steps.items()):
+                why = "a step of TritonExperts was replaced"
+            why = why or why_stock(experts, call, stock_class)
             if not why and host_resident(call.w1, call.w2):
                 why = "weights are on the host"
             if why:
@@ -272,11 +316,6 @@ def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict
                     told.add(why)
                     # At INFO, because vLLM's handlers drop what is below their own level.
                     logger.info("moe-tune: decode_kernel leaves a layer stock: %s", why)
-                return STOCK
-            device, problem = call.w1.device, _problem(experts, call)
-            found = tuned_tiles.look_up(folder, gpu_name(device), problem)
-            reached, _ = reach(problem, _expert_bytes(call), _capability(device), found, decode_tokens)
-            if tokens > reached:
                 return STOCK
             _run(experts, call, found)
             return None
