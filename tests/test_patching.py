@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import functools
 import importlib
 import inspect
+import pickle
 import sys
 import threading
 import time
@@ -168,6 +170,16 @@ def test_one_wrapper_for_one_object_with_two_names(session):
     package = importlib.import_module("prey")
     assert isinstance(package.function, wrapt.FunctionWrapper)
     assert package.function is package.core.function
+
+
+def test_a_name_given_twice_is_one(session, logged):
+    session.make.append(Target("function", also=("prey.core:function",)).patch)
+    stock = importlib.import_module("prey.core").function
+    vllm_moe_tune_plugin.register()
+    assert FUNCTION.calls() == [[7, "ours"]]
+    vllm_moe_tune_plugin.unregister()
+    assert importlib.import_module("prey.core").function is stock
+    assert "foreign" not in logged.text
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -382,6 +394,80 @@ def test_foreign_wrapper_with_an_empty_cell_does_not_stop_undo(session):
     vllm_moe_tune_plugin.unregister()
     assert module.Class.method is before["Class.method"]
     assert module.function(7) == [7]
+
+
+class RaisesWhenAsked:
+    """A stand-in for a thing that is not there now, as lazy modules and context-local proxies are."""
+
+    def __call__(self) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name}: outside of its context")
+
+
+class MakesUpWhatItIsAskedFor:
+    """Has every attribute, a new one each time, as a mock has."""
+
+    def __call__(self) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return MakesUpWhatItIsAskedFor()
+
+
+@pytest.mark.parametrize("kind", [RaisesWhenAsked, MakesUpWhatItIsAskedFor])
+def test_strange_objects_in_a_foreign_closure_do_not_stop_undo(session, kind):
+    session.make += [METHOD.patch, FUNCTION.patch]
+    module = importlib.import_module("prey.core")
+    before = snapshot()
+    vllm_moe_tune_plugin.register()
+    helper, inner = kind(), module.function
+
+    def foreign(value, tags=()):
+        helper()
+        return inner(value, tags)
+
+    module.function = foreign
+    vllm_moe_tune_plugin.unregister()
+    assert module.function(7) == [7]
+    assert inspect.getclosurevars(foreign).nonlocals["inner"] is before["prey.core.function"]
+    module.function = before["prey.core.function"]
+    assert_same(before, snapshot())
+
+
+def test_a_namespace_that_refuses_is_reported_and_the_others_are_undone(session, logged):
+    session.make += [FUNCTION.patch, METHOD.patch]
+    module = importlib.import_module("prey.core")
+
+    class Sealed(type):
+        sealed = False
+
+        def __setattr__(cls, name: str, value: object) -> None:
+            if Sealed.sealed:
+                raise TypeError("sealed")
+            super().__setattr__(name, value)
+
+    module.Class = Sealed("Class", (module.Base,), {"method": module.Class.method})
+    stock = module.function
+    vllm_moe_tune_plugin.register()
+    Sealed.sealed = True
+    vllm_moe_tune_plugin.unregister()
+    assert "Class.method keeps a wrapper" in logged.text
+    assert METHOD.calls() == [[7]]
+    assert module.function is stock
+
+
+@pytest.mark.parametrize("target", [FUNCTION, METHOD], ids=lambda target: target.name)
+def test_copies_and_pickles_go_by_name_as_those_of_functions_do(session, target):
+    session.make.append(target.patch)
+    importlib.import_module("prey.core")
+    vllm_moe_tune_plugin.register()
+    ours = vars(target.parent)[target.attribute]
+    assert copy.copy(ours) is ours
+    assert copy.deepcopy({"kept": ours})["kept"] is ours
+    again = pickle.loads(pickle.dumps(ours))
+    assert again == getattr(target.parent, target.attribute)
+    vllm_moe_tune_plugin.unregister()
+    assert pickle.loads(pickle.dumps(getattr(target.parent, target.attribute))) is vars(target.parent)[target.attribute]
 
 
 def test_a_replacement_without_ours_in_it_is_left_alone(session):
@@ -627,6 +713,32 @@ def test_two_modules_that_arrive_at_once_apply_the_patch_once(session):
     assert module.function(7) == [7, "ours"]
     assert patch.undo()
     assert not fake_stack.is_wrapper(module.function)
+
+
+def test_nothing_is_applied_after_undo(session):
+    """Another thread may be about to: it saw the module arrive before the plugin was unregistered."""
+    session.make.append(
+        lambda: Patch("prey.core:function", lambda _: Rewrite(lambda _, args, kwargs: (args, tag(kwargs, "ours"))))
+    )
+    vllm_moe_tune_plugin.register()
+    (patch,) = session.own
+    importing, go_on = threading.Event(), threading.Event()
+    attempt = patch.attempt
+
+    def late():
+        importing.set()
+        go_on.wait(10)
+        attempt()
+
+    patch.attempt = late
+    thread = threading.Thread(target=importlib.import_module, args=("prey",))
+    thread.start()
+    importing.wait(10)
+    vllm_moe_tune_plugin.unregister()
+    go_on.set()
+    thread.join()
+    assert FUNCTION.calls() == [[7]]
+    assert not fake_stack.is_wrapper(importlib.import_module("prey.core").function)
 
 
 def test_a_module_imported_while_register_runs_is_patched(session, monkeypatch):

@@ -29,22 +29,30 @@ from vllm_moe_tune_plugin.stack import Argument, first_existing, function_names
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 PREPARE = "_prepare_expert_assignment"
 
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_CONTAINERS = frozenset({dict, list, tuple})
+
 
 def key_of(args: Args, kwargs: Kwargs) -> Hashable:
     """All that the answer can depend on: values, and of tensors their shape, layout, type and device."""
-    return (*map(_key, args), *((name, _key(kwargs[name])) for name in sorted(kwargs)))
+    return _of_all(args), _of_all(kwargs)
 
 
-def _key(value: Any) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype, value.device
-    if isinstance(value, dict):
-        return tuple((name, _key(value[name])) for name in sorted(value))
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_key, value))
-    hash(value)  # a TypeError for what cannot be told apart
-    found: Hashable = value
-    return found
+def _of_all(values: Any) -> Hashable:
+    # A loop, not a comprehension of calls: outside CUDA graphs this is done in every layer, beside a launch of 5 us.
+    parts: list[Hashable] = []
+    for value in values.items() if isinstance(values, dict) else values:
+        kind = type(value)
+        if kind in _PLAIN:
+            parts.append(value)
+        elif isinstance(value, torch.Tensor):
+            parts.append((value.shape, value.stride(), value.dtype, value.device))
+        elif kind in _CONTAINERS:
+            parts.append((kind, _of_all(value)))
+        else:
+            hash(value)  # a TypeError for what cannot be told apart
+            parts.append(value)
+    return tuple(parts)
 
 
 def is_unsorted(topk_ids: torch.Tensor, answer: Any) -> bool:
@@ -61,6 +69,7 @@ class Kept:
 
     def __init__(self) -> None:
         self._counts: dict[Hashable, torch.Tensor] = {}
+        self._most = 0  # ids of any answer that is kept
 
     def decide_answer(self, function: Any) -> Advice | Verdict:
         if "full" not in function_names(function):
@@ -68,8 +77,11 @@ class Kept:
         ids = Argument(function, "topk_ids")
 
         def answer(_: Any, args: Args, kwargs: Kwargs) -> Any:
+            topk_ids = ids.get(args, kwargs)
+            if topk_ids.numel() > self._most:
+                return STOCK
             count = self._counts.get(key_of(args, kwargs))
-            return STOCK if count is None else (None, ids.get(args, kwargs).view(-1), count)
+            return STOCK if count is None else (None, topk_ids.view(-1), count)
 
         return Replace(answer)
 
@@ -80,6 +92,7 @@ class Kept:
             topk_ids = ids.get(args, kwargs)
             if topk_ids.numel() and is_unsorted(topk_ids, answer) and not _is_capturing(topk_ids.device):
                 self._counts.setdefault(key_of(args, kwargs), answer[2])
+                self._most = max(self._most, topk_ids.numel())
 
         return Observe(learn)
 
