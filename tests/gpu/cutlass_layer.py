@@ -1,7 +1,8 @@
 """FlashInfer's CUTLASS experts beyond 8192 tokens, stock and tuned: ``python tests/gpu/cutlass_layer.py OUT.json``.
 
 Each arm has vLLM's own warm-up of FlashInfer over a layer of its own; a captured CUDA graph keeps the tactic with which it was
-captured, so that both can be replayed in turn afterwards. FlashInfer compiles the kernels the first time, which takes long.
+captured, so that both can be replayed in turn afterwards. FlashInfer compiles the kernels the first time, which takes long;
+``fused_moe_90.py`` does that beforehand, for a host without compiler.
 """
 
 from __future__ import annotations
