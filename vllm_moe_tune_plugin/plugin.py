@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pathlib
+import platform
 import sys
 import threading
 from collections.abc import Sequence
@@ -127,7 +128,8 @@ class Session:
         try:
             folder = pathlib.Path(self.settings.status_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"moe-tune-{os.getpid()}.json").write_text(json.dumps(status, indent=1))
+            # Containers that share the folder have the same process numbers.
+            (folder / f"moe-tune-{platform.node()}-{os.getpid()}.json").write_text(json.dumps(status, indent=1))
         except OSError as error:
             logger.warning("moe-tune: cannot write to MOE_TUNE_STATUS_DIR: %s", error)
 
