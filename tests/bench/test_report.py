@@ -163,6 +163,19 @@ def test_readme_without_a_part(tmp_path: Path, text: str, message: str) -> None:
     assert readme.read_text() == text
 
 
+def test_readme_keeps_its_table_where_nothing_is_finished(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(PARTS)
+    whole, no_pair, empty = exact_engine(), exact_engine(), exact_engine()
+    no_pair["rows"] = [row for row in no_pair["rows"] if (row["key"]["pair"] == 0) == (row["key"]["arm"] == "stock")]
+    empty["rows"] = []
+    for data in (no_pair, empty):
+        output = run("--readme", str(readme), *write(tmp_path, engine_a=data, engine_b=whole), exit_code=2).output
+        assert output == "Error: engine-a has nothing finished, which would empty its part of the README; leave it out\n"
+        assert readme.read_text() == PARTS
+    run("--readme", str(readme), *write(tmp_path, engine_a=whole, engine_b=empty))  # of which the README shows nothing
+
+
 # ---- several files
 
 
@@ -234,6 +247,15 @@ def test_a_file_without_finished_rows_has_no_plots() -> None:
 
 
 # ---- pictures
+
+
+@pytest.mark.parametrize("option", ["--plots", "--html"])
+def test_what_cannot_be_written_is_one_line(tmp_path: Path, option: str) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    target = str(tmp_path / "file" / "out")
+    output = run(option, target, *write(tmp_path, engine_a=exact_engine()), exit_code=1).output
+    assert output == f"Error: {target} cannot be written: Not a directory\n"
 
 
 def test_plots_need_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,3 +143,11 @@ def test_rows_of_another_environment_are_left_alone(tmp_path: Path, change: dict
     with pytest.raises(BenchError, match=rf"another environment \({name}: .*\); name another --output"):
         Results(path, "layer", data["environment"] | change, data["method"]).resume()
     assert path.read_text() == before
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_the_first_row(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    data = layer_results()
+    for folder, why in (("file", "File exists"), ("file/more", "Not a directory")):
+        with pytest.raises(BenchError, match=f"{folder} cannot be written to: {why}; name another folder"):
+            Results(tmp_path / folder / "results.json", "layer", data["environment"], data["method"]).resume()

@@ -37,7 +37,7 @@ def bench() -> None:
     """Measure what the tunings give on this machine."""
 
 
-def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+def parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
     """An option's callback: its text, or each of its texts, through a function that raises ValueError."""
 
     def callback(_: click.Context, __: click.Parameter, value: Any) -> Any:
@@ -49,7 +49,7 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Param
     return callback
 
 
-def _one_of(choices: Sequence[str]) -> Callable[[str], list[str]]:
+def one_of(choices: Sequence[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = text.split(",")
         for name in names:
@@ -60,14 +60,14 @@ def _one_of(choices: Sequence[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-NUMBERS = _parsed(parse_numbers)
+NUMBERS = parsed(parse_numbers)
 
 
 @bench.command()
-@click.option("--shape", "shapes", multiple=True, callback=_parsed(Shape.parse), help="A name or E,topk,N,K; repeatable.")
-@click.option("--dtype", "dtypes", default="bf16,fp8-block", show_default=True, callback=_parsed(_one_of(DTYPES)))
+@click.option("--shape", "shapes", multiple=True, callback=parsed(Shape.parse), help="A name or E,topk,N,K; repeatable.")
+@click.option("--dtype", "dtypes", default="bf16,fp8-block", show_default=True, callback=parsed(one_of(DTYPES)))
 @click.option("--tokens", default="1,2,4,8,16,32,64", show_default=True, callback=NUMBERS, help="Tokens in a batch (M).")
-@click.option("--routing", "routings", default="uniform,skewed", show_default=True, callback=_parsed(_one_of(ROUTINGS)))
+@click.option("--routing", "routings", default="uniform,skewed", show_default=True, callback=parsed(one_of(ROUTINGS)))
 @click.option(
     "--ep", "ep_sizes", default="1", show_default=True, callback=NUMBERS, help="Expert-parallel ranks, of which one is run."
 )
@@ -97,6 +97,7 @@ def layer(
     from vllm_moe_tune_plugin.bench import layer as bench_layer
 
     console = new_console()
+    path = output or pathlib.Path(f"bench-layer-vllm{schema.vllm_version()}{'-interpreted' if interpret else ''}.json")
     try:
         too_large = [shape.name for shape in shapes if interpret and shape.intermediate * shape.hidden > LARGEST_INTERPRETED]
         if too_large:
@@ -110,7 +111,6 @@ def layer(
             tuple(shapes or (TINY if interpret else SHAPES).values()), dtypes, tokens, routings, ep_sizes, seconds, arms
         )
         method = {**bench_layer.METHOD, "interpreted": interpret, "seconds": seconds, "arms": [arm.name for arm in arms]}
-        path = output or pathlib.Path(f"bench-layer-vllm{environment['vllm']}{'-interpreted' if interpret else ''}.json")
         results = Results(path, "layer", environment, method)
         kept = results.resume()
         total = sum(1 for _ in job.row_keys())
@@ -146,12 +146,20 @@ def layer(
     help="Batch sizes; with --serve requests at once.",
 )
 @click.option("--pairs", default=3, show_default=True, type=click.IntRange(1), help="Pairs of one stock and one tuned run.")
-@click.option("--input-len", default=32, show_default=True)
-@click.option("--output-len", default=256, show_default=True)
-@click.option("--iterations", default=5, show_default=True, help="Measured batches of each size in a run.")
-@click.option("--warmup", default=2, show_default=True, help="Batches before them, in an engine's first run.")
-@click.option("--greedy-tokens", default=64, show_default=True, help="Tokens that are compared; 0: none.")
-@click.option("--dp", default=1, show_default=True, help="Data-parallel ranks, each with batches of these sizes.")
+@click.option("--input-len", default=32, show_default=True, type=click.IntRange(1))
+@click.option("--output-len", default=256, show_default=True, type=click.IntRange(1))
+@click.option(
+    "--iterations", default=5, show_default=True, type=click.IntRange(1), help="Measured batches of each size in a run."
+)
+@click.option(
+    "--warmup", default=2, show_default=True, type=click.IntRange(0), help="Batches before them, in an engine's first run."
+)
+@click.option(
+    "--greedy-tokens", default=64, show_default=True, type=click.IntRange(0), help="Tokens that are compared; 0: none."
+)
+@click.option(
+    "--dp", default=1, show_default=True, type=click.IntRange(1), help="Data-parallel ranks, each with batches of these sizes."
+)
 @click.option(
     "--together",
     is_flag=True,
@@ -186,6 +194,8 @@ def engine(
     from vllm_moe_tune_plugin.bench import engine as bench_engine
 
     console = new_console()
+    kind = "serve" if serve else "engine"
+    path = output or pathlib.Path(f"bench-{kind}-{pathlib.PurePath(model).name}-vllm{schema.vllm_version()}.json")
     try:
         if serve and options["dp"] > 1:
             raise BenchError("with --serve data parallelism is vLLM's own: -- --data-parallel-size N")
@@ -194,11 +204,10 @@ def engine(
         environment = schema.environment(commit)
         _require_engine(environment)
         job = bench_engine.Job(model, batch_sizes, pairs, serve=serve, engine_args=engine_args, **options)
-        kind = "serve" if serve else "engine"
-        name = pathlib.PurePath(model).name
-        path = output or pathlib.Path(f"bench-{kind}-{name}-vllm{environment['vllm']}.json")
         results = Results(path, kind, environment, {**bench_engine.METHOD, **job.settings()})
         kept = results.resume()
+        if options["log_dir"] is not None:
+            schema.require_writable(options["log_dir"])
         console.print(
             f"{environment['gpu'] or 'CPU'}, vLLM {environment['vllm']}: {2 * pairs} runs to {path}, {kept} there already"
         )
@@ -268,6 +277,8 @@ def report(
             click.echo(readme_file)
     except BenchError as error:
         raise Missing(error) from error
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or 'a file'} cannot be written: {error.strerror}") from error
     if as_markdown:
         click.echo("\n".join(map(bench_report.markdown, sources)), nl=False)
     elif not (plot_dir or html_file or readme_file):

@@ -335,6 +335,8 @@ def markdown(source: Source) -> str:
 
 
 def readme_part(source: Source) -> str:
+    if not (source.rows() if source.kind == "layer" else _sizes(source)):
+        raise BenchError(f"{source.name} has nothing finished, which would empty its part of the README; leave it out")
     sheet = summary(source)
     return f"{markdown_table(sheet)}\n\n{subject(source)}; {headline(source)}. {sheet.note}"
 
@@ -346,14 +348,17 @@ def update_readme(text: str, sources: Sequence[Source], links: Callable[[str], s
         links: the Markdown that shows the plots of a name, None where there are none of it.
 
     Raises:
-        BenchError: a part has no end, or there is no part for any of the files.
+        BenchError: a part has no end, a part's file has nothing finished, or there is no part for any of the files.
     """
-    tables = {source.name: readme_part(source) for source in sources}
+    named = {source.name: source for source in sources}
     known = 0
 
     def fresh(match: re.Match[str]) -> str:
         nonlocal known
-        made = tables.get(match["name"]) if match["what"] == "bench" else links(match["name"])
+        if match["what"] == "bench":
+            made = readme_part(named[match["name"]]) if match["name"] in named else None
+        else:
+            made = links(match["name"])
         if made is None:
             return match[0]
         known += 1

@@ -20,6 +20,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -54,8 +55,9 @@ class Results:
         """Take over the finished rows of an existing file; returns how many there are.
 
         Raises:
-            BenchError: the file holds something else, or rows of another environment or method.
+            BenchError: the file holds something else, or rows of another environment or method; or none can be written there.
         """
+        require_writable(self.path.parent)
         if not self.path.exists():
             return 0
         old = read(self.path)
@@ -86,6 +88,16 @@ class Results:
         fresh = self.path.with_name(self.path.name + ".new")
         fresh.write_text(dump(self.data))
         fresh.replace(self.path)
+
+
+def require_writable(folder: pathlib.Path) -> None:
+    """Make a folder, and raise BenchError where nothing can be written there: to be called before hours of work."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BenchError(f"{folder} cannot be written to: {error.strerror}; name another folder") from error
 
 
 def dump(data: Mapping[str, Any]) -> str:
@@ -152,7 +164,7 @@ def environment(commit: str = "") -> dict[str, Any]:
         **gpu(),
         "python": platform.python_version(),
         **{name: str(installed(name) or "") for name in PACKAGES},
-        "vllm": _vllm_version(),
+        "vllm": vllm_version(),
         "plugin": __version__,
         "commit": commit or _commit(),
         "settings": settings,
@@ -185,7 +197,7 @@ def _vllm_folder() -> pathlib.Path | None:
     return pathlib.Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
-def _vllm_version() -> str:
+def vllm_version() -> str:
     """The version by its metadata, or by its file where it runs from a folder without any."""
     folder = _vllm_folder()
     found = installed("vllm")
