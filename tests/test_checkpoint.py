@@ -65,6 +65,26 @@ def test_what_is_no_configuration_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="is not JSON"):
         checkpoint.read(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="holds no JSON object"):
+        checkpoint.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", "2048"),
+        ("moe_intermediate_size", -768),
+        ("num_experts", [128, 128]),
+        ("num_experts_per_tok", 8.0),
+        ("text_config", "text"),
+        ("quantization_config", ["fp8"]),
+    ],
+)
+def test_what_is_no_size_is_told(name: str, value: Any) -> None:
+    with pytest.raises(CheckpointError) as told:
+        layer_of({**QWEN, name: value}, 1)
+    assert f"config.json tells {value!r} as " in str(told.value)
 
 
 @pytest.mark.parametrize("name", [name for name in models.MODELS if name.removesuffix("-fp8") in SHAPES])

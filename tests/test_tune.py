@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from test_decode_moe import call, patch_of
 
 from vllm_moe_tune_plugin import tuned_tiles
+from vllm_moe_tune_plugin.bench import layer as bench_layer
 from vllm_moe_tune_plugin.bench import search
+from vllm_moe_tune_plugin.bench.schema import BenchError
 from vllm_moe_tune_plugin.cli import main
 from vllm_moe_tune_plugin.tuned_tiles import LIMITS, Entry, Problem
 from vllm_moe_tune_plugin.tunings import decode_kernel
@@ -103,6 +105,7 @@ def test_what_is_saved_is_found_again(tmp_path: Path) -> None:
     [
         "no JSON",
         [],
+        {},
         {"layers": [{"problem": {}, "tokens": 1, "tiles": TILES}]},
         {"layers": [{"problem": dataclasses.asdict(PROBLEM), "tokens": 17, "tiles": TILES}]},
         {"layers": [{"problem": dataclasses.asdict(PROBLEM), "tokens": 1, "tiles": {**TILES, "up_rows": 3}}]},
@@ -113,11 +116,25 @@ def test_what_is_saved_is_found_again(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_makes_no_sense_is_told_and_left_aside(tmp_path: Path, caplog: Any, layers: Any) -> None:
+    """Until a search has written it anew, as the warning advises."""
     tuned_tiles.file_of(tmp_path, "gpu").write_text(layers if isinstance(layers, str) else json.dumps(layers))
     with caplog.at_level("WARNING", logger="vllm.moe_tune"):
         assert tuned_tiles.look_up(tmp_path, "gpu", PROBLEM) is None
         assert tuned_tiles.look_up(tmp_path, "gpu", PROBLEM) is None
     assert len(caplog.records) == 1
+    tuned_tiles.save(tmp_path, "gpu", PROBLEM, Entry(2, TILES))
+    assert tuned_tiles.look_up(tmp_path, "gpu", PROBLEM) == Entry(2, TILES)
+
+
+def test_saving_keeps_of_a_file_what_makes_sense(tmp_path: Path) -> None:
+    other = dataclasses.replace(PROBLEM, dtype="fp8-block")
+    path = tuned_tiles.save(tmp_path, "gpu", other, Entry(1, TILES))
+    data = json.loads(path.read_text())
+    unhashable = {**dataclasses.asdict(PROBLEM), "hidden": [32]}
+    data["layers"] += ["nonsense", {"problem": unhashable, "tokens": 1, "tiles": TILES}]
+    path.write_text(json.dumps(data))
+    tuned_tiles.save(tmp_path, "gpu", PROBLEM, Entry(2, TILES))
+    assert tuned_tiles.load(tmp_path, "gpu") == {other: Entry(1, TILES), PROBLEM: Entry(2, TILES)}
 
 
 # --- engines take it up
@@ -176,3 +193,29 @@ def test_what_cannot_be_searched_is_said_in_one_line(words: list[str]) -> None:
     done = CliRunner().invoke(main, ["tune", *words])
     assert done.exit_code != 0
     assert done.output.strip().splitlines()[-1].startswith("Error: ")
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the search would begin."""
+
+    def start(interpret: bool) -> None:
+        raise BenchError("begun")
+
+    monkeypatch.setattr(bench_layer, "start", start)
+
+
+@pytest.mark.parametrize(("shape", "tp"), [("16,2,128,100", 3), ("16,2,8,128", 16)])
+def test_ranks_that_cannot_share_a_layer_are_refused(start: None, tmp_path: Path, shape: str, tp: int) -> None:
+    words = ["tune", "--shape", shape, "--cache-dir", str(tmp_path), "--tp"]
+    done = CliRunner().invoke(main, [*words, str(tp)])
+    assert done.exit_code == 1
+    assert done.output == f"Error: {tp} ranks cannot share an intermediate size of {shape.split(',')[2]}\n"
+    assert CliRunner().invoke(main, [*words, "2"]).output == "Error: begun\n"
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_the_search(start: None, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(main, ["tune", "--shape", "tiny", "--cache-dir", str(tmp_path / "file" / "cache")])
+    assert done.exit_code == 1
+    assert done.output == f"Error: {tmp_path / 'file' / 'cache'} cannot be written to: Not a directory; name another folder\n"

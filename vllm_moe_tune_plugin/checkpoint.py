@@ -22,14 +22,16 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
     """A checkpoint's configuration.
 
     Raises:
-        CheckpointError: there is none, or it is not JSON.
+        CheckpointError: there is none, or it is no JSON object.
     """
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text())
     except OSError as error:
         raise CheckpointError(f"{folder / 'config.json'} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / 'config.json'} is no configuration: it holds no JSON object")
     return config
 
 
@@ -37,9 +39,9 @@ def experts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """`hidden_size`, `intermediate_size` (of one expert), `num_experts`, `top_k` and `quantization` (empty: another one).
 
     Raises:
-        CheckpointError: it is no MoE model's.
+        CheckpointError: it is no MoE model's, or a size is none.
     """
-    text: Mapping[str, Any] = config.get("text_config") or config
+    text = _text(config)
 
     def first(*names: str) -> Any:
         return next((text[name] for name in names if text.get(name)), None)
@@ -53,7 +55,22 @@ def experts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     missing = [name for name, value in found.items() if value is None]
     if missing:
         raise CheckpointError(f"config.json tells no {', '.join(missing)}: is it an MoE model's?")
-    return {**found, "quantization": _quantization(config.get("quantization_config") or text.get("quantization_config") or {})}
+    for name, value in found.items():
+        if type(value) is not int or value < 1:
+            raise CheckpointError(f"config.json tells {value!r} as {name}, which must be a positive whole number")
+    return {**found, "quantization": _quantization(_part(config, "quantization_config") or _part(text, "quantization_config"))}
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part, which is all of it where there is no other."""
+    return _part(config, "text_config") or config
+
+
+def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    part = config.get(name) or {}
+    if not isinstance(part, dict):
+        raise CheckpointError(f"config.json tells {part!r} as {name}, which must be a JSON object")
+    return part
 
 
 def _quantization(quantization: Mapping[str, Any]) -> str:
@@ -75,7 +92,7 @@ def layer_of(config: Mapping[str, Any], tp: int) -> tuple[Shape, str]:
         CheckpointError: it is no MoE model's, or the decode kernels have no form for it.
     """
     told = experts_of(config)
-    text = config.get("text_config") or config
+    text = _text(config)
     if told["quantization"] not in _DTYPES:
         other = told["quantization"] or "another format"
         raise CheckpointError(f"the decode kernel takes {', '.join(DTYPES)}; this model's experts are in {other}")

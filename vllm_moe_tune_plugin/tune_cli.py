@@ -53,15 +53,19 @@ def tune(
             shape, told = checkpoint.layer_of(checkpoint.read(model), tp)
         else:
             shape, told = Shape.parse(str(shape_text)), "bf16"
+            if shape.intermediate % tp:
+                raise BenchError(f"{tp} ranks cannot share an intermediate size of {shape.intermediate}")
             shape = dataclasses.replace(shape, intermediate=shape.intermediate // tp)
         dtype = dtype or told
         plan = search.Plan.interpreted(seconds) if interpret else search.Plan(seconds)
+        folder = cache_dir or tuned_tiles.default_folder()
+        schema.require_writable(folder)  # before the search, whose result would be lost
         machine = layer.start(interpret)
         found = search.search(shape, dtype, ep, machine, plan, console.print if verbose else lambda line: None)
         gpu = gpu_name(machine.device)
         environment = schema.environment("")
         path = tuned_tiles.save(
-            cache_dir or tuned_tiles.default_folder(),
+            folder,
             gpu,
             tuned_tiles.Problem.of(shape, dtype, ep),
             found.entry,

@@ -38,6 +38,8 @@ LIMITS: Mapping[str, int] = {
 }
 #: The largest window that is searched.
 MOST_TOKENS = 16
+#: What is raised for a file that cannot be read, or an entry that the kernels could not take.
+_NO_SENSE = (OSError, ValueError, TypeError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def save(folder: pathlib.Path, gpu: str, problem: Problem, entry: Entry, **more:
         more: what else to keep with the entry, for a person who reads the file.
     """
     path = file_of(folder, gpu)
-    layers = [layer for layer in _read(path) if layer["problem"] != dataclasses.asdict(problem)] if path.exists() else []
+    layers = _others(path, problem)
     layers.append({"problem": dataclasses.asdict(problem), "tokens": entry.tokens, "tiles": dict(entry.tiles), **more})
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json", delete=False) as file:
@@ -128,20 +130,33 @@ def _read(path: pathlib.Path) -> list[dict[str, Any]]:
     return layers
 
 
+def _parse(layer: Mapping[str, Any]) -> tuple[Problem, Entry]:
+    return Problem(**layer["problem"]), Entry(layer["tokens"], layer["tiles"])
+
+
+def _others(path: pathlib.Path, problem: Problem) -> list[dict[str, Any]]:
+    """What a file holds for other problems, without what makes no sense: for that, engines leave the whole file aside."""
+    others = []
+    with contextlib.suppress(*_NO_SENSE):
+        for layer in _read(path):
+            with contextlib.suppress(*_NO_SENSE):
+                # A dict as engines make one: a problem of lists cannot be looked up.
+                if problem not in dict([_parse(layer)]):
+                    others.append(layer)
+    return others
+
+
 @functools.cache
 def load(folder: pathlib.Path, gpu: str) -> Mapping[Problem, Entry]:
     """All entries for a GPU model."""
     path = file_of(folder, gpu)
-    found: dict[Problem, Entry] = {}
     try:
-        for layer in _read(path):
-            found[Problem(**layer["problem"])] = Entry(layer["tokens"], layer["tiles"])
+        return dict(map(_parse, _read(path)))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except _NO_SENSE as error:
         logger.warning("moe-tune: %s is left aside, run `vllm-moe-tune tune` again: %s", path, error)
         return {}
-    return found
 
 
 _trial: Entry | None = None
