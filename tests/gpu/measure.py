@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
@@ -107,22 +108,51 @@ def start(job: Job, gpus: Sequence[str], python: str, out: pathlib.Path, commit:
         return Run(job, gpus, subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
 
 
+def parse_pythons(_: click.Context, __: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    where = {}
+    for value in values:
+        vllm, _equals, python = value.partition("=")
+        if shutil.which(python) is None:
+            raise click.BadParameter(f"{value!r}: VLLM=PYTHON must name an interpreter that can be run")
+        where[vllm] = python
+    return where
+
+
+def why_not(job: Job, where: Mapping[str, str], gpus: int) -> str:
+    """What is missing for a job, empty where nothing is."""
+    if job.vllm not in where:
+        return f"{job.name} needs vLLM {job.vllm}: give --python {job.vllm}=PYTHON"
+    if job.gpus > gpus:
+        return f"{job.name} needs {job.gpus} GPUs: name them by --gpus"
+    return ""
+
+
 @click.command()
 @click.argument("out", type=click.Path(file_okay=False, path_type=pathlib.Path))
 @click.argument("names", nargs=-1)
-@click.option("--python", "pythons", multiple=True, required=True, metavar="VLLM=PYTHON", help="Where a release is installed.")
+@click.option(
+    "--python",
+    "where",
+    multiple=True,
+    required=True,
+    metavar="VLLM=PYTHON",
+    callback=parse_pythons,
+    help="Where a release is installed.",
+)
 @click.option("--gpus", default="0", show_default=True, help="GPUs, separated by commas.")
 @click.option("--limit", default=3600.0, show_default=True, help="Seconds after which everything is asked to end.")
 @click.option("--commit", default="", help="The plugin's commit, where its folder is no checkout.")
-def main(out: pathlib.Path, names: Sequence[str], pythons: Sequence[str], gpus: str, limit: float, commit: str) -> None:
-    """Run the jobs NAME... (without any: all whose vLLM is there), each on GPUs of its own."""
-    where = dict(python.split("=", 1) for python in pythons)
+def main(out: pathlib.Path, names: Sequence[str], where: Mapping[str, str], gpus: str, limit: float, commit: str) -> None:
+    """Run the jobs NAME... (without any: all that can be had), each on GPUs of its own."""
     known = {job.name: job for job in JOBS}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise click.UsageError(f"no job {', '.join(unknown)}; there are {', '.join(known)}")
     free = gpus.split(",")
-    waiting = [known[name] for name in names or known if known[name].vllm in where and known[name].gpus <= len(free)]
+    missing = list(filter(None, (why_not(known[name], where, len(free)) for name in names)))
+    if missing:
+        raise click.UsageError("; ".join(missing))
+    waiting = [known[name] for name in names] or [job for job in JOBS if not why_not(job, where, len(free))]
     running: list[Run] = []
     outcomes: dict[str, str] = {}
     deadline = time.monotonic() + limit

@@ -83,6 +83,23 @@ def test_only_what_is_named_and_can_be_had(run: Any) -> None:
     assert run({"a": (1, 0), "four": (4, 0)})[2].keys() == {"a"}
 
 
+def test_what_is_named_and_cannot_be_had_is_told(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, said, noted = run({"a": (1, 0), "four": (4, 0)}, "a", "four")
+    assert (status, noted) == (2, {})
+    assert said.splitlines()[-1] == "Error: four needs 4 GPUs: name them by --gpus"
+    monkeypatch.setattr(measure, "JOBS", (Job("old", "0.9", ["layer"]),))
+    done = CliRunner().invoke(measure.main, ["out", "old", "--python", f"1.0={sys.executable}"])
+    assert done.exit_code == 2
+    assert done.output.splitlines()[-1] == "Error: old needs vLLM 0.9: give --python 0.9=PYTHON"
+
+
+@pytest.mark.parametrize("python", ["1.0", "1.0=", "1.0=/nowhere/python"])
+def test_an_interpreter_that_is_not_there_is_told(run: Any, python: str) -> None:
+    status, said, noted = run({"a": (1, 0)}, "--python", python)
+    assert (status, noted) == (2, {})
+    assert f"Invalid value for '--python': '{python}': VLLM=PYTHON must name an interpreter" in said
+
+
 def test_every_job_is_a_command_that_exists() -> None:
     from vllm_moe_tune_plugin.bench.cli import bench
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sweep
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from test_decode_moe import kernels  # noqa: F401  (a fixture)
 
 from vllm_moe_tune_plugin.bench import layer, search
+from vllm_moe_tune_plugin.bench.schema import BenchError
 from vllm_moe_tune_plugin.bench.shapes import SHAPES
 from vllm_moe_tune_plugin.tuned_tiles import Entry
 
@@ -62,3 +65,30 @@ def test_candidates_can_be_launched_and_differ(tiles: dict[str, int], varied: tu
     assert len({tuple(candidate.items()) for candidate in found}) == len(found)
     for candidate in found:
         Entry(1, candidate)  # raises for what no kernel takes
+
+
+@pytest.mark.parametrize(
+    ("out", "options", "error"),
+    [
+        ("out", ["--dtypes", "int4"], "Error: Invalid value for '--dtypes': 'int4' is not one of bf16, "),
+        (
+            "out",
+            ["--shapes", "tiny,nonsense"],
+            "Error: Invalid value for '--shapes': 'nonsense' is neither E,topk,N,K nor one of ",
+        ),
+        ("out", ["--tokens", "0"], "Error: Invalid value for '--tokens': '0' names no positive numbers"),
+        ("file/out", [], "Error: {0}/file cannot be written to: File exists; name another folder"),
+        ("out", [], "Error: no GPU"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: str, options: list[str], error: str
+) -> None:
+    def start(interpret: bool) -> None:
+        raise BenchError("no GPU")
+
+    monkeypatch.setattr(layer, "start", start)
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(sweep.main, [str(tmp_path / out), *options])
+    assert done.exit_code in (1, 2)
+    assert done.output.splitlines()[-1].startswith(error.format(tmp_path))
