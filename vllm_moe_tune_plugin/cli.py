@@ -57,6 +57,8 @@ def doctor(verbose: bool, as_json: bool, model: pathlib.Path | None, tp: int, ep
     """
     from vllm_moe_tune_plugin.doctor import DoctorError, examine, has_failed, layer_of
 
+    if model is None and (tp, ep) != (1, 1):
+        raise click.UsageError("--tp and --ep are a model's: name it by --model")
     try:
         look = examine(None if model is None else layer_of(model, tp, ep))
     except DoctorError as error:

@@ -17,15 +17,13 @@ import functools
 import importlib
 import json
 import pathlib
-import subprocess
 import sys
-import tempfile
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_moe_tune_plugin import known_bad, no_gpu
+from vllm_moe_tune_plugin import fresh, known_bad, no_gpu
 from vllm_moe_tune_plugin.stack import Argument, exists, installed
 from vllm_moe_tune_plugin.tactics import CUTLASS, FLOOR, WARM_UP, tunes_powers_of_two_only, warm_up_overrides_buckets
 from vllm_moe_tune_plugin.tunings import autotune_bucket, warmup_buckets
@@ -438,9 +436,7 @@ def look(serving: Serving) -> Coverage:
     Raises:
         CoverageError: vLLM or FlashInfer is not installed.
     """
-    vllm, flashinfer = installed("vllm"), installed("flashinfer-python")
-    if vllm is None or flashinfer is None:
-        raise CoverageError("vLLM and flashinfer-python must be installed")
+    vllm, flashinfer = _releases()
     importlib.import_module("flashinfer.fused_moe.utils")
     facts = _Facts(
         context=warm_up_buckets(serving),
@@ -453,26 +449,31 @@ def look(serving: Serving) -> Coverage:
         for caller, names in autotune_bucket.calls(kernel).items()
         if serving.quantization in ("", *quantizations_of(kernel, caller))
     ]
-    return Coverage(serving, str(vllm), str(flashinfer), tuple(kernels))
+    return Coverage(serving, vllm, flashinfer, tuple(kernels))
+
+
+def _releases() -> tuple[str, str]:
+    vllm, flashinfer = installed("vllm"), installed("flashinfer-python")
+    if vllm is None or flashinfer is None:
+        missing = "flashinfer-python" if vllm else "vLLM"
+        raise CoverageError(f"{missing} is not installed here: run this in the environment of a vLLM with FlashInfer")
+    return str(vllm), str(flashinfer)
 
 
 def examine(serving: Serving) -> Coverage:
     """:func:`look` in a process of its own.
 
     Raises:
-        CoverageError: the process failed; the message ends with its last lines.
+        CoverageError: vLLM or FlashInfer is not installed, or they cannot be asked.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        answer = pathlib.Path(folder) / "coverage.json"
-        asked = json.dumps(dataclasses.asdict(serving))
-        done = subprocess.run([sys.executable, "-m", __name__, asked, str(answer)], capture_output=True, text=True, check=False)
-        if done.returncode or not answer.exists():
-            last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-3:])
-            raise CoverageError(f"the installed vLLM and FlashInfer could not be asked:\n{last}")
-        return Coverage.from_json(json.loads(answer.read_text()))
+    _releases()
+    try:
+        return Coverage.from_json(fresh.run(__name__, json.dumps(dataclasses.asdict(serving))))
+    except fresh.FreshError as error:
+        raise CoverageError(f"the installed vLLM and FlashInfer could not be asked: {error}") from error
 
 
-def _main(asked: str, answer: str) -> None:
+def _main(answer: str, asked: str) -> None:
     no_gpu.prepare()
     no_gpu.stand_in_platform()
     importlib.import_module("vllm.model_executor.layers.fused_moe.layer")

@@ -133,7 +133,7 @@ def draw(found: Coverage, target: pathlib.Path) -> None:
     """Draw batch size against bucket for each kernel, stock beside plugin.
 
     Raises:
-        click.ClickException: matplotlib is not installed.
+        click.ClickException: matplotlib is not installed, or cannot write such a file.
     """
     try:
         figures = importlib.import_module("matplotlib.figure")
@@ -167,4 +167,7 @@ def draw(found: Coverage, target: pathlib.Path) -> None:
         for served, meaning in _MEANING.items()
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
-    figure.savefig(target)
+    try:
+        figure.savefig(target)
+    except (OSError, ValueError) as error:  # a ValueError lists the file types that there are
+        raise click.ClickException(f"--plot cannot write {target}: {error}") from error

@@ -11,14 +11,12 @@ import importlib
 import json
 import os
 import pathlib
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from vllm_moe_tune_plugin import __version__, plugin, tunings
+from vllm_moe_tune_plugin import __version__, fresh, plugin, tunings
 from vllm_moe_tune_plugin.ledger import State
 from vllm_moe_tune_plugin.patching import Verdict
 from vllm_moe_tune_plugin.settings import Settings
@@ -167,17 +165,13 @@ def examine(layer: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """
     if not exists("vllm"):
         raise DoctorError("vLLM is not installed here: run this in vLLM's environment, or pip install vllm")
-    with tempfile.TemporaryDirectory(prefix="moe-tune-") as folder:
-        result = pathlib.Path(folder) / "look.json"
-        # Without a GPU vLLM swaps triton for a placeholder, unless it is told that there is none to look for.
-        environ = os.environ if _has_nvidia_driver() else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", __name__, str(result), json.dumps(layer)]
-        run = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-        if run.returncode != 0 or not result.exists():
-            last = next((line for line in reversed(run.stdout.splitlines()) if line.strip()), "no output")
-            raise DoctorError(f"vLLM cannot be imported here: {last.strip()}")
-        look: dict[str, Any] = json.loads(result.read_text())
-        return look
+    # Without a GPU vLLM swaps triton for a placeholder, unless it is told that there is none to look for.
+    environ = os.environ if _has_nvidia_driver() else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        look: dict[str, Any] = fresh.run(__name__, json.dumps(layer), environ=environ)
+    except fresh.FreshError as error:
+        raise DoctorError(f"vLLM cannot be imported here: {error}") from error
+    return look
 
 
 def _has_nvidia_driver() -> bool:

@@ -1,6 +1,6 @@
 """Each tuning's code, run on this machine against a reference.
 
-Two fresh processes do the work (``python -m vllm_moe_tune_plugin.selftest PART FILE``):
+Two fresh processes do the work (``python -m vllm_moe_tune_plugin.selftest FILE PART``):
 
 * ``layers``: vLLM's own Triton experts in its modular kernel, stock and tuned, against a dense float64 reference, on the GPU
   or, where there is none, in Triton's interpreter;
@@ -16,13 +16,11 @@ import importlib
 import inspect
 import json
 import pathlib
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_moe_tune_plugin import plugin, register, status, tactics, unregister
+from vllm_moe_tune_plugin import fresh, plugin, register, status, tactics, unregister
 from vllm_moe_tune_plugin.bench import experts
 from vllm_moe_tune_plugin.bench import layer as bench
 from vllm_moe_tune_plugin.bench.experts import Layer, Weights
@@ -62,15 +60,11 @@ def run() -> list[Check]:
     if not exists("vllm"):
         raise SelftestError("vLLM is not installed here: run this in vLLM's environment, or pip install vllm")
     checks: list[Check] = []
-    with tempfile.TemporaryDirectory(prefix="moe-tune-") as folder:
-        for part in PARTS if exists("flashinfer") else PARTS[:1]:
-            result = pathlib.Path(folder) / f"{part}.json"
-            command = [sys.executable, "-W", "ignore", "-m", __name__, part, str(result)]
-            process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-            if process.returncode != 0 or not result.exists():
-                last = next((line for line in reversed(process.stdout.splitlines()) if line.strip()), "no output")
-                raise SelftestError(f"the part {part} broke: {last.strip()}")
-            checks += [Check(**check) for check in json.loads(result.read_text())]
+    for part in PARTS if exists("flashinfer") else PARTS[:1]:
+        try:
+            checks += [Check(**check) for check in fresh.run(__name__, part)]
+        except fresh.FreshError as error:
+            raise SelftestError(f"the part {part} broke: {error}") from error
     return checks
 
 
@@ -314,5 +308,5 @@ def _arguments(function: Callable[..., Any], kernel: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    checks = {"layers": _layers, "flashinfer": _flashinfer}[sys.argv[1]]()
-    pathlib.Path(sys.argv[2]).write_text(json.dumps([dataclasses.asdict(check) for check in checks]))
+    checks = {"layers": _layers, "flashinfer": _flashinfer}[sys.argv[2]]()
+    pathlib.Path(sys.argv[1]).write_text(json.dumps([dataclasses.asdict(check) for check in checks]))
