@@ -102,6 +102,8 @@ def _decode(layer: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
         found = tuned_tiles.look_up(tuned_tiles.folder_of(settings), decode_kernel.gpu_name(device), problem)
     size = 3 * problem.intermediate * problem.hidden * (1 if problem.dtype.startswith("fp8") else 2)
     tokens, reason = decode_kernel.reach(problem, size, capability, found, settings.decode_tokens)
+    if not torch.cuda.is_available():
+        reason = f"no GPU here; {reason}"
     return {**layer, "decode_tokens": tokens, "reason": reason}
 
 
