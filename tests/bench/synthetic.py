@@ -83,10 +83,11 @@ def engine_results(
     gain: float = 0.08,
     noise: float = 0.004,
     model: str = "qwen3-30b-a3b",
+    together: bool = False,
     **environment: Any,
 ) -> dict[str, Any]:
     draw = random.Random(f"{gain} {batch_sizes}")
-    job = engine.Job(model, batch_sizes, pairs, serve=kind == "serve")
+    job = engine.Job(model, batch_sizes, pairs, serve=kind == "serve", together=together)
     rows = []
     for pair, arm in job.order():
         tuned = arm == engine.TUNED

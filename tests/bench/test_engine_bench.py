@@ -59,6 +59,11 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def method(tmp_path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = schema.read(tmp_path / "results.json")["method"]
+    return found
+
+
 def test_runs_alternate_and_only_the_tuned_ones_are_faster(bench: Callable[..., list[str]], tmp_path: Path) -> None:
     bench(pairs=3, speed=1.25)
 
@@ -162,6 +167,8 @@ def test_two_engines_take_turns(bench: Callable[..., list[str]], tmp_path: Path)
     assert turns == [f"pair {pair + 1}/2 ({arm}) {size}" for own in order for size in (1, 4) for pair, arm in own]
     logs = [log.read_text() for log in (tmp_path / "logs").iterdir()]
     assert [f"--gpu-memory-utilization {engine.SHARE}" in log for log in logs] == [True, True]
+    assert method(tmp_path)["gpu_memory_utilization"] == engine.SHARE
+    assert method(tmp_path)["order"].startswith("a pair's two runs alternate at each batch size")
 
 
 @pytest.mark.parametrize("words", [("--gpu-memory-utilization", "0.3"), ("--gpu_memory_utilization=0.3",)])
@@ -171,6 +178,7 @@ def test_who_says_how_much_memory_each_engine_gets_is_heard(
     bench(pairs=1, together=True, engine_args=words)
     logs = [log.read_text() for log in (tmp_path / "logs").iterdir()]
     assert [log.splitlines()[0].endswith(f" dummy {' '.join(words)}") for log in logs] == [True, True]
+    assert "gpu_memory_utilization" not in method(tmp_path)  # it is in engine_args
 
 
 def test_pairs_that_are_there_need_no_engine(bench: Callable[..., list[str]], tmp_path: Path) -> None:
@@ -178,6 +186,18 @@ def test_pairs_that_are_there_need_no_engine(bench: Callable[..., list[str]], tm
     assert bench(pairs=1, together=True) == []
     bench(pairs=3, together=True)
     assert [row["startup_s"] for row in rows(tmp_path)] == [30.0, 31.0, 33.0, 32.0, None, None]
+
+
+def test_a_pair_that_was_cut_in_half_is_run_anew(bench: Callable[..., list[str]], tmp_path: Path) -> None:
+    bench(pairs=2, together=True)
+    path = tmp_path / "results.json"
+    data = schema.read(path)
+    data["rows"].pop()
+    path.write_text(schema.dump(data))
+    bench(pairs=2, together=True)
+    order = [(row["key"]["pair"], row["key"]["arm"]) for row in rows(tmp_path)]
+    assert order == [(0, "stock"), (0, "tuned"), (1, "tuned"), (1, "stock")]
+    assert rows(tmp_path)[:2] == data["rows"][:2]
 
 
 def test_one_of_two_engines_that_fails_ends_the_other(bench: Callable[..., list[str]], tmp_path: Path) -> None:

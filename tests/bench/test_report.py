@@ -97,6 +97,19 @@ def test_engine_without_a_kv_cache_size(tmp_path: Path) -> None:
     assert "| stock | 3 | 61.0 ± 1.0 | 128.00 ± 0.00 | - | none |" in run("--markdown", *write(tmp_path, engine_a=data)).output
 
 
+def test_engines_that_share_the_gpu_tell_no_start_and_no_memory(tmp_path: Path) -> None:
+    """The second finds warm caches, and the memory is that of both. What is in its KV cache is an engine's own."""
+    data = exact_engine(together=True)
+    (path,) = write(tmp_path, engine_a=data)
+    note = report.summary(Source("engine-a", data)).note
+    assert "Whole pairs: 3; KV cache tokens: 812000 ± 0 stock, 812000 ± 0 tuned. Calls were" in note
+    markdown = run("--markdown", path).output
+    assert "| tuned | 3 | 812000 ± 0 | low_latency_assignment |" in markdown
+    for text in (note, markdown, run(path).output):
+        assert "KV cache" in text
+        assert not re.search("start-up|peak memory", text, re.IGNORECASE)
+
+
 def test_terminal_shows_every_row_of_a_layer(tmp_path: Path) -> None:
     data = layer_results(dtypes=("bf16", "fp8-block"), control=True)
     data["rows"][0] = {name: data["rows"][0][name] for name in ("key", "problem")} | {
@@ -142,7 +155,7 @@ def test_readme_parts_are_made_anew(tmp_path: Path) -> None:
 
     part = text[text.index("<!-- bench:engine-a -->") : text.index("<!-- /bench:engine-a -->")]
     assert "| 1 | 210.0 ± 0.0 | 262.5 ± 0.0 | 1.250 | 1.250-1.250 | 4.76 → 3.81 | 13.00 → 13.00 | same |" in part
-    assert "Whole pairs: 3. Start-up 61.0 ± 1.0 s stock, 61.0 ± 1.0 s tuned; peak memory 128.00 ± 0.00 GiB stock" in part
+    assert "Whole pairs: 3; start-up s: 61.0 ± 1.0 stock, 61.0 ± 1.0 tuned; peak memory GiB: 128.00 ± 0.00 stock" in part
     assert "old" not in text
     assert text.replace(part, "") == PARTS.replace("<!-- bench:engine-a -->\nold\n", "")
     run("--readme", str(readme), *files)

@@ -58,8 +58,9 @@ def test_every_field_is_described() -> None:
         layer_results(shapes=[SHAPES["gpt-oss-20b"]], dtypes=("fp8-block",)),
         synthetic.engine_results((1, 8)),
         synthetic.engine_results((1, 8), kind="serve"),
+        synthetic.engine_results((1, 8), together=True),
     ],
-    ids=["layer", "control", "unsupported", "engine", "serve"],
+    ids=["layer", "control", "unsupported", "engine", "serve", "together"],
 )
 def test_what_is_written_is_read(tmp_path: Path, data: dict[str, Any]) -> None:
     assert schema.read(write(tmp_path / "results.json", data)) == data

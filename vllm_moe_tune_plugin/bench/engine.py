@@ -39,7 +39,7 @@ DRIVER = (sys.executable, "-m", "vllm_moe_tune_plugin.bench.driver")
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 POLL_S = 0.05
 #: Of the GPU's memory for each of two engines that share it.
-SHARE = "0.47"
+SHARE = 0.47
 
 #: What an engine on a machine without a network needs, where the user has not said otherwise.
 OFFLINE = {
@@ -64,6 +64,12 @@ METHOD = {
     "peak_memory_bytes": "largest use of the GPUs' memory by all processes; vLLM fills its share with KV cache, "
     "so kv_cache_tokens tells what was left for it",
     "tokens": "greedy tokens of fixed prompts; margins: how far a token's log-probability was ahead of the next",
+}
+#: What is otherwise where two engines share the GPUs.
+TOGETHER = {
+    "order": "a pair's two runs alternate at each batch size: A B in one pair, B A in the next",
+    "together": "one engine of each arm is up for all pairs, stock's the first to start; startup_s and peak_memory_bytes, in "
+    "which both engines are, do not tell the arms apart",
 }
 
 
@@ -105,8 +111,16 @@ class Job:
         if self.dp > 1:
             settings["dp"] = self.dp
         if self.together:
-            settings["together"] = "one engine of each arm is up for all pairs; the runs of a pair alternate at each batch size"
+            settings |= TOGETHER
+        if self.share is not None:
+            settings["gpu_memory_utilization"] = self.share
         return {"model": self.model, **settings}
+
+    @property
+    def share(self) -> float | None:
+        """Of the GPU's memory for each of two engines, where ``engine_args`` do not say it."""
+        told = any(word.replace("_", "-").startswith("--gpu-memory-utilization") for word in self.engine_args)
+        return SHARE if self.together and not told else None
 
     def order_of(self, pair: int) -> tuple[str, ...]:
         """A B, B A, A B and so on: a slow drift of the machine falls on both."""
@@ -372,8 +386,10 @@ def _together(
     missing = [pair for pair in range(job.pairs) if not all(results.has({"pair": pair, "arm": arm}) for arm in ARMS)]
     if not missing:
         return
-    if not any(word.replace("_", "-").startswith("--gpu-memory-utilization") for word in arguments):
-        arguments = [*arguments, "--gpu-memory-utilization", SHARE]
+    # Half a pair, left where this was stopped, is run anew: its other half would be hours away.
+    results.rows[:] = [row for row in results.rows if row["key"]["pair"] not in missing]
+    if job.share is not None:
+        arguments = [*arguments, "--gpu-memory-utilization", str(job.share)]
     with contextlib.ExitStack() as stack:
         engines: dict[str, Engine] = {}
         started: dict[str, list[dict[str, Any]]] = {}

@@ -265,18 +265,22 @@ def _verdicts(source: Source, arm: str) -> str:
     return "; ".join(verdicts).removeprefix("tuned: ")
 
 
+def _together(source: Source) -> bool:
+    """Whether two engines shared the GPUs: the second to start finds caches warm, and the memory in use is that of both."""
+    return "together" in source.method
+
+
 def _runs_sheet(source: Source) -> Sheet:
-    columns = ["arm", "runs", "start-up s", "peak memory GiB", "KV cache tokens", TUNINGS]
+    figures = [("KV cache tokens", "kv_cache_tokens", ".0f", 1.0)]
+    if not _together(source):
+        figures[:0] = [("start-up s", "startup_s", ".1f", 1.0), ("peak memory GiB", "peak_memory_bytes", ".2f", 1 / GIB)]
+    columns = ["arm", "runs", *(title for title, *_ in figures), TUNINGS]
     rows = []
     for arm in engine.ARMS:
         count = sum(row["key"]["arm"] == arm for row in source.rows())
         if count:
-            figures = (
-                _run_figure(source, arm, "startup_s", ".1f"),
-                _run_figure(source, arm, "peak_memory_bytes", ".2f", 1 / GIB),
-                _run_figure(source, arm, "kv_cache_tokens", ".0f"),
-            )
-            rows.append([arm, str(count), *figures, "none" if arm == engine.STOCK else _verdicts(source, arm)])
+            cells = (_run_figure(source, arm, name, show, factor) for _, name, show, factor in figures)
+            rows.append([arm, str(count), *cells, "none" if arm == engine.STOCK else _verdicts(source, arm)])
     return Sheet("Engines", columns, rows, words=1, note=f"{SPREAD}.")
 
 
@@ -287,16 +291,13 @@ def _engine_summary(source: Source) -> Sheet:
         _, stock_tpot, tuned_tpot, stock_ttft, tuned_ttft, tokens = (cell.partition(" ±")[0] for cell in latency)
         size, *figures = speed
         rows.append([size, *figures, f"{stock_tpot} → {tuned_tpot}", f"{stock_ttft} → {tuned_ttft}", tokens])
-    runs = {row[0]: row for row in _runs_sheet(source).rows}
+    runs = _runs_sheet(source)
     note = f"{SPREAD}; {RATIO}."
-    if len(runs) == len(engine.ARMS):
+    if len(runs.rows) == len(engine.ARMS):
         count = len(engine.ratios(source.rows(), _sizes(source)[0]))
-        _, _, *stock, _ = runs[engine.STOCK]
-        *_, start, memory, cache, tunings = runs[engine.TUNED]
-        note += (
-            f" Whole pairs: {count}. Start-up {stock[0]} s stock, {start} s tuned; peak memory {stock[1]} GiB stock, {memory} "
-            f"GiB tuned; KV cache {stock[2]} tokens stock, {cache} tuned. Calls were changed by: {tunings}."
-        )
+        _, _, *told, (_, _, tunings) = zip(runs.columns, *runs.rows, strict=True)
+        both = "; ".join(f"{title}: {stock} stock, {tuned} tuned" for title, stock, tuned in told)
+        note += f" Whole pairs: {count}; {both}. Calls were changed by: {tunings}."
     return Sheet("Output tokens a second", [_size_title(source), *columns], rows, words=0, note=note)
 
 
