@@ -102,7 +102,7 @@ def test_engines_that_share_the_gpu_tell_no_start_and_no_memory(tmp_path: Path) 
     data = exact_engine(together=True)
     (path,) = write(tmp_path, engine_a=data)
     note = report.summary(Source("engine-a", data)).note
-    assert "Whole pairs: 3; KV cache tokens: 812000 ± 0 stock, 812000 ± 0 tuned. Calls were" in note
+    assert "Pairs: 3; KV cache tokens: 812000 ± 0 stock, 812000 ± 0 tuned. Calls changed by: low_latency_assignment." in note
     markdown = run("--markdown", path).output
     assert "| tuned | 3 | 812000 ± 0 | low_latency_assignment |" in markdown
     for text in (note, markdown, run(path).output):
@@ -149,13 +149,17 @@ def test_summary_of_a_layer_has_a_column_for_each_m() -> None:
 def test_readme_parts_are_made_anew(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(PARTS)
-    files = write(tmp_path, engine_a=exact_engine())
+    data = exact_engine()
+    data["method"]["engine_args"] = ["--max-model-len", "4096"]
+    files = write(tmp_path, engine_a=data)
     run("--readme", str(readme), *files)
     text = readme.read_text()
 
     part = text[text.index("<!-- bench:engine-a -->") : text.index("<!-- /bench:engine-a -->")]
     assert "| 1 | 210.0 ± 0.0 | 262.5 ± 0.0 | 1.250 | 1.250-1.250 | 4.76 → 3.81 | 13.00 → 13.00 | same |" in part
-    assert "Whole pairs: 3; start-up s: 61.0 ± 1.0 stock, 61.0 ± 1.0 tuned; peak memory GiB: 128.00 ± 0.00 stock" in part
+    assert "Pairs: 3; start-up s: 61.0 ± 1.0 stock, 61.0 ± 1.0 tuned; peak memory GiB: 128.00 ± 0.00 stock" in part
+    assert "qwen3-30b-a3b, 32 tokens in, 256 out; NVIDIA H200" in part  # its arguments are shown where all of it is
+    assert "## engine-a: qwen3-30b-a3b, 32 tokens in, 256 out, --max-model-len 4096" in run("--markdown", *files).output
     assert "old" not in text
     assert text.replace(part, "") == PARTS.replace("<!-- bench:engine-a -->\nold\n", "")
     run("--readme", str(readme), *files)

@@ -101,16 +101,15 @@ def headline(source: Source) -> str:
 
 def subject(source: Source) -> str:
     """What was run, in a few words."""
-    method = source.method
-    if source.kind == "layer":
-        return "one MoE layer" + (", in Triton's interpreter: the times mean nothing" if method["interpreted"] else "")
-    more = " ".join(method["engine_args"])
+    more = " ".join(source.method.get("engine_args", ()))
     return workload(source) + (f", {more}" if more else "")
 
 
 def workload(source: Source) -> str:
-    """The model of an engine's file and what it was asked for."""
+    """The same without an engine's arguments: its model and what it was asked for."""
     method = source.method
+    if source.kind == "layer":
+        return "one MoE layer" + (", in Triton's interpreter: the times mean nothing" if method["interpreted"] else "")
     lengths = f"{method['input_len']} tokens in, {method['output_len']} out"
     name = pathlib.PurePath(method["model"]).name
     ranks = f", a batch on each of {method['dp']} data-parallel ranks" if "dp" in method else ""
@@ -236,8 +235,8 @@ def _interval(low: float, high: float) -> str:
     return f"{low:.3f}-{high:.3f}" if high < float("inf") else "-"
 
 
-SPREAD = "± half of the range over the runs"
-RATIO = "ratio: geometric mean over the pairs, above 1 tuned is faster, with Student's 95 % interval"
+SPREAD = "±: half of the range over the runs"
+RATIO = "ratio: tuned over stock, geometric mean over the pairs with Student's 95 % interval"
 
 
 def _speed_sheet(source: Source) -> Sheet:
@@ -297,7 +296,7 @@ def _engine_summary(source: Source) -> Sheet:
         count = len(engine.ratios(source.rows(), _sizes(source)[0]))
         _, _, *told, (_, _, tunings) = zip(runs.columns, *runs.rows, strict=True)
         both = "; ".join(f"{title}: {stock} stock, {tuned} tuned" for title, stock, tuned in told)
-        note += f" Whole pairs: {count}; {both}. Calls were changed by: {tunings}."
+        note += f" Pairs: {count}; {both}. Calls changed by: {tunings}."
     return Sheet("Output tokens a second", [_size_title(source), *columns], rows, words=0, note=note)
 
 
@@ -336,10 +335,11 @@ def markdown(source: Source) -> str:
 
 
 def readme_part(source: Source) -> str:
+    """A file's summary. The arguments of its engines are in the file itself, and in all that shows the whole of it."""
     if not (source.rows() if source.kind == "layer" else _sizes(source)):
         raise BenchError(f"{source.name} has nothing finished, which would empty its part of the README; leave it out")
     sheet = summary(source)
-    return f"{markdown_table(sheet)}\n\n{subject(source)}; {headline(source)}. {sheet.note}"
+    return f"{markdown_table(sheet)}\n\n{workload(source)}; {headline(source)}. {sheet.note}"
 
 
 def update_readme(text: str, sources: Sequence[Source], links: Callable[[str], str | None]) -> str:
