@@ -76,10 +76,15 @@ def test_tiles_that_do_not_compile_are_not_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratios", "tokens"), [([1.4, 1.2, 1.1], 4), ([1.4, 1.2, 0.99], 2), ([1.4, 0.9, 1.1], 1), ([1.0, 1.2, 1.1], 0)]
+    ("ratios", "tokens"),
+    [([1.4, 1.2, 1.1], 4), ([1.4, 1.2, 0.99], 2), ([1.4, 0.9, 1.1], 1), ([1.0, 1.2, 1.1], 0), ([1.4, 1.2, 1.0001], 2)],
 )
-def test_the_window_ends_before_the_first_loss(ratios: list[float], tokens: int) -> None:
-    rows = [{"key": {"tokens": size}, "ratio": ratio} for size, ratio in zip((1, 2, 4), ratios, strict=True)]
+def test_the_window_ends_before_the_first_row_that_does_not_win(ratios: list[float], tokens: int) -> None:
+    """One within the noise does not."""
+    rows = [
+        {"key": {"tokens": size}, "ratio": ratio, "ratio_ci95": [ratio - 0.01, ratio + 0.01]}
+        for size, ratio in zip((1, 2, 4), ratios, strict=True)
+    ]
     assert search.window(rows) == tokens
 
 
