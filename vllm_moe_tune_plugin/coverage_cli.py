@@ -136,7 +136,7 @@ def draw(found: Coverage, target: pathlib.Path) -> None:
         click.ClickException: matplotlib is not installed, or cannot write such a file.
     """
     try:
-        figures = importlib.import_module("matplotlib.figure")
+        figures, ticker = (importlib.import_module(f"matplotlib.{name}") for name in ("figure", "ticker"))
     except ImportError as error:
         raise click.ClickException("--plot needs matplotlib: pip install matplotlib") from error
     # Callers of one kernel with the same coverage are one picture.
@@ -158,13 +158,18 @@ def draw(found: Coverage, target: pathlib.Path) -> None:
                 )
             axis.set_xscale("log", base=2)
             axis.set_yscale("log", base=2)
+            for scale in (axis.xaxis, axis.yaxis):
+                scale.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:.0f}"))
             axis.set_title(f"{name}, {title}: {side.uncovered:.1%} not covered", fontsize="medium")
             axis.set_ylabel("bucket that is looked up (tokens)")
     for axis in axes[-1]:
         axis.set_xlabel("tokens in the batch, all ranks")
+        axis.set_xlim(left=1)
+    drawn = {span.served for _, stock, plugin in kinds for side in (stock, plugin) for span in side.spans}
     handles = [
         figure.axes[0].plot([], [], color=colours[served], linewidth=3, label=meaning)[0]
         for served, meaning in _MEANING.items()
+        if served in drawn
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     try:

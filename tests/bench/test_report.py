@@ -131,6 +131,12 @@ def test_terminal_shows_every_row_of_a_layer(tmp_path: Path) -> None:
     assert sum(cells[4] == "unsupported" for cells in table) == 4  # gpt-oss in fp8-block
 
 
+@pytest.mark.parametrize("options", [{}, {"control": True}, {"shapes": TWO[:1]}])
+def test_every_row_of_a_layer_has_a_cell_for_each_column(options: dict[str, Any]) -> None:
+    (sheet,) = report.sheets(Source("layer", layer_results(**options)))
+    assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
+
+
 def test_summary_of_a_layer_has_a_column_for_each_m() -> None:
     data = layer_results(shapes=TWO[:1], dtypes=("bf16",), routings=("uniform",), tokens=(8, 1))
     slow, fast = data["rows"]
@@ -199,13 +205,20 @@ def test_readme_keeps_its_table_where_nothing_is_finished(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["gpu", "gpu_id", "driver"])
 @pytest.mark.parametrize("option", ["--plots", "--html"])
 def test_files_of_different_machines_are_not_compared(tmp_path: Path, option: str, name: str) -> None:
-    pytest.importorskip("matplotlib")  # so that it is the machine that is refused
+    """Each has its own plots, and a line says why there is none of both."""
+    pytest.importorskip("matplotlib")
     files = write(tmp_path, one=exact_engine(), two=exact_engine(vllm="0.33.0", **{name: "another"}))
-    output = run(option, str(tmp_path / "out"), *files, exit_code=2).output
-    assert re.fullmatch(rf"Error: one and two are of different machines \({name}: .*\), .*\n", output)
-    assert not (tmp_path / "out").exists()
+    out = tmp_path / "out"
+    line, _ = run(option, str(out), *files).output.splitlines()
+    assert re.fullmatch(rf"no plot compares the engine files: one and two are of different machines \({name}: .*\)", line)
+    if option == "--plots":
+        assert {path.stem for path in out.iterdir()} == {"one-gain", "two-gain"}
+    else:
+        assert out.read_text(encoding="utf-8").count("<svg") == 2
+        assert "no plot compares the engine files" in out.read_text(encoding="utf-8")
     tables = run("--markdown", *files).output  # tables stand apart
     assert tables.count("### Output tokens a second") == 2
+    assert "no plot" not in tables
 
 
 def test_files_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -305,6 +318,17 @@ def test_plots_and_their_links(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in folder.iterdir()}
     run("--plots", str(folder), *files)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before  # nothing to commit where nothing changed
+
+
+@pytest.mark.parametrize("pairs", [1, 2, 3])
+def test_a_gain_shows_its_pairs(pairs: int) -> None:
+    """Also where there are too few of them for an interval."""
+    pytest.importorskip("matplotlib")
+    (gain,) = plots.plots([Source("engine", exact_engine(pairs=pairs))])["engine"]
+    assert "dots: one pair of runs each" in gain.subtitle
+    (axes,) = plots._draw(gain).axes
+    (dots,) = [marks for marks in axes.collections if type(marks).__name__ == "PathCollection"]
+    assert len(dots.get_offsets()) == 2 * pairs  # two batch sizes
 
 
 def test_digest_tells_other_results_apart() -> None:

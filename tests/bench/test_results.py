@@ -64,7 +64,7 @@ def test_readme_is_what_report_makes_of_the_results(sources: list[Source]) -> No
         assert f"<!-- bench:{source.name} -->" in text
     known = {source.name for source in sources}
     assert set(re.findall(r"<!-- bench:(\S+) -->", text)) == known
-    drawn = plots.plots(sources, strict=False)
+    drawn = plots.plots(sources)
 
     def links(name: str) -> str:
         return report.plot_links([(plot.name, plot.title) for plot in drawn[name]], PLOTS, README)
@@ -73,7 +73,7 @@ def test_readme_is_what_report_makes_of_the_results(sources: list[Source]) -> No
 
 
 def test_plots_are_those_of_the_results(sources: list[Source]) -> None:
-    for group in plots.plots(sources, strict=False).values():
+    for group in plots.plots(sources).values():
         for plot in group:
             assert plot.digest().encode() in (PLOTS / f"{plot.name}.png").read_bytes(), plot.name
             assert plot.digest() in (PLOTS / f"{plot.name}.svg").read_text(), plot.name

@@ -259,7 +259,9 @@ def report(
     """
     try:
         sources = bench_report.load(files)
-        drawn = plots.plots(sources, strict=readme_file is None) if plot_dir else {}
+        drawn = plots.plots(sources) if plot_dir else {}
+        for line in plots.not_compared(sources) if plot_dir or html_file else ():
+            click.echo(line, err=True)
         if plot_dir:
             written = [path for group in drawn.values() for plot in group for path in plots.save(plot, plot_dir)]
             click.echo(f"{len(written)} files in {plot_dir}")

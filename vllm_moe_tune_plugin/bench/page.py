@@ -43,7 +43,7 @@ def page(sources: Sequence[Source]) -> str:
     """The page about these files.
 
     Raises:
-        BenchError: matplotlib is not installed, or the files of a kind are not of one machine.
+        BenchError: matplotlib is not installed.
     """
     drawn = plots.plots(sources)
     together = [plot for name, group in drawn.items() if name.startswith(plots.ALL) for plot in group]
@@ -51,6 +51,7 @@ def page(sources: Sequence[Source]) -> str:
     if len(sources) > 1:
         links = "".join(f'<a href="#{escape(source.name)}">{escape(source.name)}</a>' for source in sources)
         parts.append(f"<nav>{links}</nav>")
+    parts += [f'<p class="note">{escape(line)}</p>' for line in plots.not_compared(sources)]
     parts += map(_figure, together)
     for source in sources:
         parts += _section(source, drawn.get(source.name, []))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_moe_tune_plugin.bench import engine, stats
-from vllm_moe_tune_plugin.bench.report import Source, require_one_machine, shape_name, workload
+from vllm_moe_tune_plugin.bench.report import Source, machines_differ, shape_name, workload
 from vllm_moe_tune_plugin.bench.schema import BenchError
 
 #: Plots of several files go by this before their kind: no file's stem begins so.
@@ -77,29 +77,25 @@ class Plot:
 # ---- what they show
 
 
-def plots(sources: Sequence[Source], strict: bool = True) -> dict[str, list[Plot]]:
-    """The plots of each file by its name, and those of several files of a kind by ``all-`` and the kind.
-
-    Args:
-        strict: files of a kind must be of one machine; otherwise those that are not get no plot in common.
-
-    Raises:
-        BenchError: they are not, and must be.
-    """
+def plots(sources: Sequence[Source]) -> dict[str, list[Plot]]:
+    """The plots of each file by its name, and those of several files of a kind and of one machine by ``all-`` and the kind."""
     found = {source.name: _layer_plots(source) if source.kind == "layer" else [_gain([source])] for source in sources}
-    for kind in dict.fromkeys(source.kind for source in sources):
-        several = [source for source in sources if source.kind == kind]
-        if len(several) > 1:
-            try:
-                require_one_machine(several)
-            except BenchError:
-                if strict:
-                    raise
-                continue
+    for kind, several in _by_kind(sources).items():
+        if len(several) > 1 and machines_differ(several) is None:
             found[ALL + kind] = _layer_ratios(several) if kind == "layer" else [_gain(several)]
     # A file without finished rows has nothing to show.
     drawable = {name: [plot for plot in group if plot.panels] for name, group in found.items()}
     return {name: group for name, group in drawable.items() if group}
+
+
+def not_compared(sources: Sequence[Source]) -> list[str]:
+    """A line for each kind whose files get no plot in common: why."""
+    reasons = {kind: machines_differ(several) for kind, several in _by_kind(sources).items()}
+    return [f"no plot compares the {kind} files: {reason}" for kind, reason in reasons.items() if reason is not None]
+
+
+def _by_kind(sources: Sequence[Source]) -> dict[str, list[Source]]:
+    return {kind: [one for one in sources if one.kind == kind] for kind in dict.fromkeys(source.kind for source in sources)}
 
 
 def _where(sources: Sequence[Source]) -> str:
@@ -349,8 +345,8 @@ def _draw_panel(plot: Plot, axes: Any, panel: Panel, index: int) -> None:
                 bars = [[y - end for y, end in zip(line.y, line.low, strict=True)]]
                 bars.append([end - y for y, end in zip(line.y, line.high, strict=True)])
                 axes.errorbar(x, line.y, bars, color=colour, fmt="none", capsize=3, elinewidth=1, label="_")
-                spots = [(at, dot) for at, dots in zip(x, line.dots, strict=True) for dot in dots]
-                axes.scatter(*zip(*spots, strict=True), s=9, color=colour, alpha=0.45, linewidths=0, label="_")
+            spots = [(at, dot) for at, dots in zip(x, line.dots, strict=True) for dot in dots]
+            axes.scatter(*zip(*spots, strict=True), s=9, color=colour, alpha=0.45, linewidths=0, label="_")
         else:
             axes.plot(line.x, line.y, color=colour, marker=marker, linestyle=dashes, label=line.label)
             if line.low:

@@ -75,16 +75,14 @@ def load(paths: Sequence[pathlib.Path]) -> list[Source]:
     return sources
 
 
-def require_one_machine(sources: Sequence[Source]) -> None:
-    """Raise BenchError where the files cannot stand side by side."""
+def machines_differ(sources: Sequence[Source]) -> str | None:
+    """Why the files cannot stand side by side, None where they can."""
     for source in sources[1:]:
         for name in MACHINE:
             here, there = source.environment[name], sources[0].environment[name]
             if here != there:
-                raise BenchError(
-                    f"{sources[0].name} and {source.name} are of different machines ({name}: {there!r}, {here!r}), "
-                    "which no plot compares; report them one at a time"
-                )
+                return f"{sources[0].name} and {source.name} are of different machines ({name}: {there!r}, {here!r})"
+    return None
 
 
 def headline(source: Source) -> str:
@@ -150,7 +148,8 @@ def _layer_sheet(source: Source) -> Sheet:
     columns = ["shape", "dtype", "routing", "M", "stock µs", "tuned µs", "ratio", "95 %", "limit µs", "MB moved"]
     columns += ["error stock", "error tuned", *(["stock/stock"] if controlled else [])]
     figures = len(columns) - 4
-    if any(row["status"] != "ok" for row in source.data["rows"]):
+    remarks = any(row["status"] != "ok" for row in source.data["rows"])
+    if remarks:
         columns.append(REMARKS)
     rows = []
     for row in source.data["rows"]:
@@ -170,6 +169,7 @@ def _layer_sheet(source: Source) -> Sheet:
                 f"{row['bytes'] / 1e6:.1f}",
                 *(f"{error[arm]:.1e}" for arm in engine.ARMS),
                 *([f"{row['ratio_control']:.3f}"] if controlled else []),
+                *([""] if remarks else []),
             ]
         )
     note = "µs: median of all samples ± median absolute deviation; ratio: stock over tuned, above 1 tuned is faster."

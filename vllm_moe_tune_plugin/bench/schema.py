@@ -135,7 +135,7 @@ def _validator() -> Any:
 
 
 def _lasting(part: Any) -> Any:
-    return {name: value for name, value in part.items() if name not in ("time", "seed")} if isinstance(part, dict) else part
+    return {name: value for name, value in part.items() if name != "time"} if isinstance(part, dict) else part
 
 
 def _difference(part: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
