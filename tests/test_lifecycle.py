@@ -269,7 +269,7 @@ def test_status_is_json_and_names_everything(install):
     assert json.loads(json.dumps(status)) == status
     assert [tuning["name"] for tuning in status] == list(TUNINGS)
     for tuning in status:
-        assert tuning.keys() == {"name", "state", "reason", "patches"}
+        assert tuning.keys() == {"name", "state", "reason", "tuned", "patches"}
         for patch in tuning["patches"]:
             assert patch.keys() >= {"target", "state", "reason", "calls", "tuned"}
             assert patch["state"] in {state.value for state in State}

@@ -124,7 +124,8 @@ def test_the_order_of_patches_does_not_matter(values, random):
 def test_reasons_are_those_of_the_telling_patches(rows):
     rows.append((State.NATIVE, "main", False))
     patches = tuple(
-        PatchRecord(f"m:{index}", state, reason, serves=serves) for index, (state, reason, serves) in enumerate(rows)
+        PatchRecord(f"m:{index}", state, reason, tuned=index, serves=serves)
+        for index, (state, reason, serves) in enumerate(rows)
     )
     record = TuningRecord("name", patches)
     telling = [(state, reason) for state, reason, serves in rows if not serves or state is State.FAILED]
@@ -134,6 +135,7 @@ def test_reasons_are_those_of_the_telling_patches(rows):
     assert set(reasons) == {reason for state, reason in telling if state is record.state and reason}
     as_json = record.as_json()
     assert as_json["state"] == record.state.value
+    assert as_json["tuned"] == sum(range(len(rows)))
     assert [patch["target"] for patch in as_json["patches"]] == [patch.target for patch in patches]
 
 

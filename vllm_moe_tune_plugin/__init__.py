@@ -39,8 +39,9 @@ def status() -> list[dict[str, Any]]:
     """What became of each tuning in this process.
 
     Returns:
-        One ``{"name", "state", "reason", "patches": [{"target", "state", "reason", "calls", "tuned"}]}`` for each tuning;
-        ``calls`` counts the calls that the wrapper saw (not those that a CUDA graph replays), ``tuned`` those it changed.
+        One ``{"name", "state", "reason", "tuned", "patches": [{"target", "state", "reason", "calls", "tuned", "serves"}]}``
+        for each tuning; ``calls`` counts the calls that a patch's wrapper saw (not those that a CUDA graph replays),
+        ``tuned`` those it changed, and that of a tuning is the sum over its patches. ``serves``: the patch only helps others.
         An empty list before :func:`register`.
     """
     from vllm_moe_tune_plugin import plugin

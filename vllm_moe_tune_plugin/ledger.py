@@ -77,6 +77,7 @@ class TuningRecord:
             "name": self.name,
             "state": str(self.state),
             "reason": self.reason,
+            "tuned": sum(patch.tuned for patch in self.patches),
             "patches": [
                 {
                     "target": patch.target,

@@ -109,7 +109,7 @@ def compare(shape: Shape, dtypes: Sequence[str], tokens: Sequence[int], machine:
                 # Of the session that the tuned arm began: a captured graph counts when it is captured.
                 look = status()
                 unregister()
-                acted = [tuning["name"] for tuning in look if any(patch["tuned"] for patch in tuning["patches"])]
+                acted = [tuning["name"] for tuning in look if tuning["tuned"]]
                 states = {tuning["name"]: tuning["state"] for tuning in look}
                 yield Compared(dtype, count, errors["stock"], errors["tuned"], acted, states)
 

@@ -68,7 +68,7 @@ def leave(tuned: bool, rank: int) -> None:
         changed = int(os.environ.get("FAKE_DRIVER_TUNED", "5"))
         patch = {"target": "vllm.x:y", "state": "applied", "reason": "", "calls": 9, "tuned": changed, "serves": False}
         state = os.environ.get("FAKE_DRIVER_OTHER_STATE" if rank else "FAKE_DRIVER_STATE", "applied")
-        tuning = {"name": "low_latency_assignment", "state": state, "reason": "because", "patches": [patch]}
+        tuning = {"name": "low_latency_assignment", "state": state, "reason": "because", "tuned": changed, "patches": [patch]}
         (folder / f"moe-tune-{rank}.json").write_text(json.dumps({"version": "0", "pid": 1, "tunings": [tuning]}))
 
 

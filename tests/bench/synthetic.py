@@ -109,7 +109,7 @@ def engine_results(
                 }
             )
         patch = {"target": "vllm.x:y", "state": "applied", "reason": "", "calls": 9, "tuned": 9, "serves": False}
-        tuning = {"name": "low_latency_assignment", "state": "applied", "reason": "", "patches": [patch]}
+        tuning = {"name": "low_latency_assignment", "state": "applied", "reason": "", "tuned": 9, "patches": [patch]}
         process = {"version": "0.1.0", "pid": 7, "tunings": [tuning]}
         rows.append(
             {

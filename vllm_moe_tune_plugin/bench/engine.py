@@ -619,7 +619,7 @@ def _plugin(status: pathlib.Path, arm: str) -> dict[str, Any]:
         ]
         if differ:
             raise BenchError(f"the ranks of a tuned run differ: {', '.join(differ)}")
-    tuned = [tuning for tuning in tunings if any(patch["tuned"] for patch in tuning["patches"])]
+    tuned = [tuning for tuning in tunings if tuning["tuned"]]
     if tuned:
         return {"verdict": f"tuned: {', '.join(dict.fromkeys(tuning['name'] for tuning in tuned))}", "processes": processes}
     idle = [tuning for tuning in tunings if tuning["state"] == "applied" and any(map(_saw_calls, tuning["patches"]))]

@@ -493,7 +493,4 @@ def _relative_error(output: Any, reference: Any) -> float:
 
 def _tunings() -> dict[str, dict[str, Any]]:
     """Each tuning's state, and how many calls its patches changed while the tuned arm was prepared."""
-    return {
-        tuning["name"]: {"state": tuning["state"], "tuned": sum(patch["tuned"] for patch in tuning["patches"])}
-        for tuning in vllm_moe_tune_plugin.status()
-    }
+    return {tuning["name"]: {"state": tuning["state"], "tuned": tuning["tuned"]} for tuning in vllm_moe_tune_plugin.status()}
