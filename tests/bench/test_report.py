@@ -263,6 +263,7 @@ def test_plots_of_a_layer_show_its_figures() -> None:
     assert stock.y == (one["median_us"]["stock"], eight["median_us"]["stock"])
     assert tuned.y == (one["median_us"]["tuned"], eight["median_us"]["tuned"])
     assert limit.y == (one["limit_us"], eight["limit_us"])
+    assert [line.label for line in panel.lines] == ["stock", "tuned", "at copy bandwidth"]
 
     qwen, oss = made["layer-ratio"].panels
     assert [line.label for line in qwen.lines] == ["bf16, uniform", "bf16, skewed", "fp8-block, uniform", "fp8-block, skewed"]

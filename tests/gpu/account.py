@@ -1,8 +1,8 @@
 """Where the time of the decode kernels goes: ``python tests/gpu/account.py OUT.json``.
 
-Each of the two kernels alone, both as the layer runs them, and what reading the weights takes at the bandwidth of a copy. What
-both take beyond the limit is launches, the tail of each kernel, and waiting; what they save against the sum of the two is
-their overlap.
+Each of the two kernels alone, both as the layer runs them, and what reading the weights takes at the bandwidth of a copy, here
+called the limit (reading alone can be a little faster). What both take beyond it is launches, the tail of each kernel, and
+waiting; what they save against the sum of the two is their overlap.
 """
 
 from __future__ import annotations

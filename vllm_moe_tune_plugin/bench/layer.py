@@ -47,7 +47,8 @@ METHOD = {
     "median_us": "median of all samples; spread_us: their median absolute deviation",
     "ratio": "stock over tuned time, above 1: tuned is faster; median over rounds of the ratio inside a round, "
     "with a 95 % bootstrap interval",
-    "limit_us": "(weights of the distinct experts + input + output + routing) / bandwidth of a large copy in this run",
+    "limit_us": "(weights of the distinct experts + input + output + routing) / bandwidth of a large copy in this run, half of "
+    "whose bytes are written: reading alone can be a little faster, so that a row may lie below it",
     "relative_error": "norm of the difference over norm of the float64 reference with dequantised weights and the "
     "unquantised input, after poisoning outputs and workspaces with NaN",
     "skewed": f"popularity of a layer's experts by Zipf's law with exponent {ZIPF:g}",

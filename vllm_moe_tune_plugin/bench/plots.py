@@ -60,7 +60,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture. ``quantity``: ``latency`` (with the limit as last line), ``ratio`` or ``gain``."""
+    """One picture. ``quantity``: ``latency`` (with the time at copy bandwidth as last line), ``ratio`` or ``gain``."""
 
     name: str
     quantity: str
@@ -133,7 +133,7 @@ def _layer_plots(source: Source) -> list[Plot]:
                 (
                     _latency("stock", group, engine.STOCK, (1, 0)),
                     _latency("tuned", group, engine.TUNED, (0, 0)),
-                    Line("limit by copy bandwidth", _tokens(group), tuple(row["limit_us"] for row in group)),
+                    Line("at copy bandwidth", _tokens(group), tuple(row["limit_us"] for row in group)),
                 ),
             )
             for group in _groups(some, "shape", "ep").values()

@@ -172,7 +172,10 @@ def _layer_sheet(source: Source) -> Sheet:
                 *([""] if remarks else []),
             ]
         )
-    note = "µs: median of all samples ± median absolute deviation; ratio: stock over tuned, above 1 tuned is faster."
+    note = (
+        "µs: median of all samples ± median absolute deviation; ratio: stock over tuned, above 1 tuned is faster; "
+        "limit: at the bandwidth of a large copy, which reading alone can exceed a little."
+    )
     return Sheet("One MoE layer", columns, rows, words=3, note=note)
 
 
