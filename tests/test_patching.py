@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -454,6 +455,20 @@ def test_a_namespace_that_refuses_is_reported_and_the_others_are_undone(session,
     assert "Class.method keeps a wrapper" in logged.text
     assert METHOD.calls() == [[7]]
     assert module.function is stock
+
+
+def test_a_module_that_took_ours_by_name_gets_the_original(session, monkeypatch):
+    """Two of ours are on it, and the module was imported between them and the end."""
+    session.make += [FUNCTION.patch, FUNCTION.patch]
+    stock = importlib.import_module("prey.core").function
+    vllm_moe_tune_plugin.register()
+    consumer = types.ModuleType("consumer")
+    monkeypatch.setitem(sys.modules, "consumer", consumer)
+    monkeypatch.setitem(sys.modules, "no module", object())
+    exec("from prey.core import function as taken", vars(consumer))
+    assert consumer.taken(7) == [7, "ours", "ours"]
+    vllm_moe_tune_plugin.unregister()
+    assert consumer.taken is stock
 
 
 @pytest.mark.parametrize("target", [FUNCTION, METHOD], ids=lambda target: target.name)

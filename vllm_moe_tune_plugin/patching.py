@@ -384,6 +384,11 @@ class Patch:
         """Whether the wrapper does anything but pass calls on."""
         return self.applied and not self.group.failed
 
+    @property
+    def wrappers(self) -> list[_Wrapper]:
+        """What stands in the places of the originals."""
+        return [place.wrapper for place in self._places]
+
     def record(self) -> PatchRecord:
         return PatchRecord(self.target, self.state, self.reason, self.calls, self.tuned, self.serves)
 
@@ -471,6 +476,15 @@ class Patch:
                     clean = False
             self._places.clear()
             return clean
+
+
+def restore_copies(wrappers: Iterable[_Wrapper]) -> None:
+    """Put the originals where modules took wrappers by name, ``from module import function``, while these were in place."""
+    ours = {id(wrapper) for wrapper in wrappers}
+    for module in list(sys.modules.values()):
+        if issubclass(type(module), ModuleType):
+            names = vars(module)
+            names.update({name: without_ours(value) for name, value in list(names.items()) if id(value) in ours})
 
 
 class _NotifyingLoader:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from vllm_moe_tune_plugin import tunings
 from vllm_moe_tune_plugin.ledger import State, TuningRecord
-from vllm_moe_tune_plugin.patching import Advice, Group, ImportWatch, Observe, Patch, Verdict, unsupported
+from vllm_moe_tune_plugin.patching import Advice, Group, ImportWatch, Observe, Patch, Verdict, restore_copies, unsupported
 from vllm_moe_tune_plugin.settings import Settings
 from vllm_moe_tune_plugin.tactics import UntunedCalls
 
@@ -62,7 +62,7 @@ class Session:
         try:
             return tuple(tunings.patches_of(name, self.settings))
         except Exception as error:
-            broken = Patch(f"{tunings.__name__}.{name}:patches", lambda _: unsupported(""))
+            broken = Patch(f"{tunings.__name__}.{name}:patches", unsupported)
             broken.fail(error)
             return (broken,)
 
@@ -82,7 +82,9 @@ class Session:
     def stop(self) -> bool:
         _watch.stop()
         atexit.unregister(self._write_status)
+        wrappers = [wrapper for patch in self.all_patches() for wrapper in patch.wrappers]
         clean = [patch.undo() for patch in self.all_patches()]
+        restore_copies(wrappers)
         return all(clean)
 
     def records(self) -> list[TuningRecord]:
