@@ -301,7 +301,7 @@ def is_wrapper(value: object) -> bool:
 
 
 def _forget() -> None:
-    for cached in (stack.installed, stack._is_on_disk, stack.module_code, autotune_bucket.calls):
+    for cached in (stack.installed, stack._find_spec, stack.module_code, autotune_bucket.calls):
         cached.cache_clear()
 
 

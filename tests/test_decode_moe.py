@@ -564,7 +564,7 @@ def test_up_to_the_window_the_kernels_serve(served: list[int], monkeypatch: pyte
     _, experts_class = patch_of(monkeypatch, stock_apply, decode_tokens=2)
     changes = {name: getattr(call(), name)[:1].expand(tokens, -1).contiguous() for name in ("topk_ids", "topk_weights")}
     changes["hidden_states"] = torch.zeros(tokens, 32, dtype=torch.bfloat16)
-    assert experts_class().apply(**vars(call(**changes))) == (None if tokens < 3 else "stock")
+    assert experts_class().apply(**call(**changes)._asdict()) == (None if tokens < 3 else "stock")
     assert served == [tokens] * (tokens < 3)
 
 
@@ -588,9 +588,9 @@ def test_a_step_replaced_on_the_class_is_not_passed_over(
 ) -> None:
     _, experts_class = patch_of(monkeypatch, stock_apply, decode_tokens=2)
     if late:
-        assert experts_class().apply(**vars(call())) is None
+        assert experts_class().apply(**call()._asdict()) is None
     monkeypatch.setattr(experts_class, "moe_sum", lambda self: None)
-    assert experts_class().apply(**vars(call())) == "stock"
+    assert experts_class().apply(**call()._asdict()) == "stock"
     assert len(served) == late
 
 
@@ -603,7 +603,7 @@ def test_weights_on_the_host_stay_stock(
     made = call()
     if mark:
         setattr(getattr(made, name), mark, torch.zeros(2))
-    assert experts_class().apply(**vars(made)) == ("stock" if mark else None)
+    assert experts_class().apply(**made._asdict()) == ("stock" if mark else None)
 
 
 @pytest.mark.parametrize(
@@ -613,7 +613,7 @@ def test_a_layer_of_another_kind_is_no_failure(
     served: list[int], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     patch, experts_class = patch_of(monkeypatch, stock_apply)
-    assert experts_class().apply(**vars(call(**changes))) == "stock"
+    assert experts_class().apply(**call(**changes)._asdict()) == "stock"
     assert patch.state == "applied"
 
 
@@ -623,7 +623,7 @@ def test_debug_says_once_why_a_layer_stays_stock(
 ) -> None:
     patch, experts_class = patch_of(monkeypatch, lambda self, **arguments: None, log=log, decode_tokens=4)
     for _ in range(2):
-        experts_class().apply(**vars(call(activation="tanh")))
+        experts_class().apply(**call(activation="tanh")._asdict())
     assert patch.undo()
     assert logged.text.count("decode_kernel leaves a layer stock: activation tanh") == lines
 

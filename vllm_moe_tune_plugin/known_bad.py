@@ -7,13 +7,12 @@ and where it is written down. What was read in the published wheels themselves i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from packaging.version import Version
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """One fault of FlashInfer's MoE autotuning.
 
     Attributes:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class State(str, enum.Enum):
@@ -36,8 +35,7 @@ def sum_up(states: Iterable[State]) -> State:
     return min(states, key=_WEIGHT.index)
 
 
-@dataclass(frozen=True)
-class PatchRecord:
+class PatchRecord(NamedTuple):
     """One patch as ``doctor`` shows it.
 
     Attributes:
@@ -54,8 +52,7 @@ class PatchRecord:
     serves: bool = False
 
 
-@dataclass(frozen=True)
-class TuningRecord:
+class TuningRecord(NamedTuple):
     """One tuning with its patches."""
 
     name: str

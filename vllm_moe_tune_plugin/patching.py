@@ -11,6 +11,8 @@ why) or an advice, which says how calls are changed:
 * :class:`Observe`: look at the call once it is over, and change nothing;
 * :class:`Convert`: change the stock call's result.
 
+Named tuples, since a data class takes half a millisecond of register()'s time to be made.
+
 Whatever the tuning's own code raises is caught there: the stock call is made, the failure is logged once and the tuning
 stays stock from then on. What the stock function raises passes unchanged.
 """
@@ -29,7 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import wrapt
 
@@ -46,8 +48,7 @@ Wrapper = Callable[[Callable[..., Any], Any, Args, Kwargs], Any]
 STOCK: Final = object()
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """A patch that is not applied: ``native`` or ``unsupported``, and why."""
 
     state: State
@@ -62,8 +63,7 @@ def unsupported(reason: str) -> Verdict:
     return Verdict(State.UNSUPPORTED, reason)
 
 
-@dataclass(frozen=True)
-class Rewrite:
+class Rewrite(NamedTuple):
     """Make the stock call with the ``(args, kwargs)`` that ``change(instance, args, kwargs)`` returns, None: unchanged.
 
     ``change`` may alter ``kwargs`` in place, but only as its last step.
@@ -88,8 +88,7 @@ class Rewrite:
         return rewrite
 
 
-@dataclass(frozen=True)
-class Replace:
+class Replace(NamedTuple):
     """Return what ``instead(instance, args, kwargs)`` returns; where that is :data:`STOCK`, make the stock call."""
 
     instead: Callable[[Any, Args, Kwargs], Any]
@@ -112,8 +111,7 @@ class Replace:
         return replace
 
 
-@dataclass(frozen=True)
-class Within:
+class Within(NamedTuple):
     """Make the stock call with ``variable`` set to ``value(instance, args, kwargs)``."""
 
     variable: contextvars.ContextVar[Any]
@@ -139,8 +137,7 @@ class Within:
         return within
 
 
-@dataclass(frozen=True)
-class Around:
+class Around(NamedTuple):
     """Make the stock call inside the context manager that ``enter(instance, args, kwargs)`` returns, None: as it is."""
 
     enter: Callable[[Any, Args, Kwargs], contextlib.AbstractContextManager[Any] | None]
@@ -169,8 +166,7 @@ class Around:
         return around
 
 
-@dataclass(frozen=True)
-class Observe:
+class Observe(NamedTuple):
     """Look at a call when it is over with ``look(instance, args, kwargs, result)``, and change nothing."""
 
     look: Callable[[Any, Args, Kwargs, Any], None]
@@ -190,8 +186,7 @@ class Observe:
         return observe
 
 
-@dataclass(frozen=True)
-class Convert:
+class Convert(NamedTuple):
     """Return ``convert(result)`` of the stock call's result."""
 
     convert: Callable[[Any], Any]

