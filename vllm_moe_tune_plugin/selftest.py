@@ -1,4 +1,4 @@
-"""Each tuning's code, run on this machine against a reference.
+"""What can be run of the tunings' code without an engine, run on this machine against references.
 
 Two fresh processes do the work (``python -m vllm_moe_tune_plugin.selftest FILE PART``):
 
@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import itertools
 import json
 import pathlib
 import sys
@@ -24,7 +25,7 @@ from vllm_moe_tune_plugin import fresh, plugin, register, status, tactics, unreg
 from vllm_moe_tune_plugin.bench import experts
 from vllm_moe_tune_plugin.bench import layer as bench
 from vllm_moe_tune_plugin.bench.experts import Layer, Weights
-from vllm_moe_tune_plugin.bench.shapes import Shape, draw_routing
+from vllm_moe_tune_plugin.bench.shapes import BLOCK, Shape, draw_routing
 from vllm_moe_tune_plugin.ledger import State
 from vllm_moe_tune_plugin.stack import exists
 
@@ -33,7 +34,7 @@ PARTS = ("layers", "flashinfer")
 #: Tuned may be this much further from the reference than stock, in relative error, before it counts as wrong.
 MARGIN = 1.1
 #: Relative error of the smallest results, where stock's own is near nothing.
-FLOOR = {"bf16": 1e-2, "fp16": 2e-3}
+FLOOR = {"bf16": 1e-2, "fp16": 2e-3, "fp8-block": 0.1}
 
 
 class SelftestError(Exception):
@@ -120,7 +121,11 @@ def _layers() -> Iterator[Check]:
     machine = bench.start(interpret=not torch.cuda.is_available())
     # 16 experts of two each: sorting is skipped up to 2 tokens, the decode kernel takes up to 4.
     shape = Shape("selftest", num_experts=16, top_k=2, intermediate=64, hidden=96)
-    for row in compare(shape, ("bf16", "fp16"), (1, 2, 3, 5), machine):
+    rows = compare(shape, ("bf16", "fp16"), (1, 2, 3, 5), machine)
+    if machine.device.type == "cpu" or torch.cuda.get_device_capability(machine.device) >= (8, 9):
+        blocks = dataclasses.replace(shape, intermediate=BLOCK, hidden=BLOCK)
+        rows = itertools.chain(rows, compare(blocks, ("fp8-block",), (1, 3, 5), machine))
+    for row in rows:
         yield Check(
             f"Triton experts, {row.dtype}, {row.tokens} token{'s' * (row.tokens > 1)}, against float64",
             ", ".join(row.acted),
