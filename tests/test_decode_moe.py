@@ -522,14 +522,20 @@ def test_calls_of_another_kind_stay_stock(on_gpu: None, changes: dict[str, Any])
     assert why_stock(Experts(), call(**changes), Experts)
 
 
-def patch_of(monkeypatch: pytest.MonkeyPatch, apply: Any, more: str = "a2_scale", **settings: Any) -> tuple[Patch, type]:
+def patch_of(
+    monkeypatch: pytest.MonkeyPatch,
+    apply: Any,
+    more: str = "a2_scale",
+    moe_sum: Any = lambda self: None,
+    **settings: Any,
+) -> tuple[Patch, type]:
     """The patch on an ``apply`` with vLLM's parameters and one more, attempted, and the class that it is on."""
     names = ("self", *decode_kernel._PARAMETERS, more)
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     apply.__signature__ = inspect.Signature(parameters)
     module = types.ModuleType("module")
-    steps = {"activation": lambda self: None, "moe_sum": lambda self: None}
-    module.TritonExperts = type("TritonExperts", (Experts,), {"apply": apply, **steps})  # type: ignore[attr-defined]
+    steps = {"apply": apply, "activation": lambda self: None, "moe_sum": moe_sum}
+    module.TritonExperts = type("TritonExperts", (Experts,), steps)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "module", module)
     target = "module:TritonExperts.apply"
     patch = Patch(target, decode_kernel._decide(target, Settings(**settings)))
@@ -573,13 +579,29 @@ def test_a_parameter_that_is_not_known_may_mean_anything(monkeypatch: pytest.Mon
     assert (patch.state, "routed_scaling_factor" in patch.reason) == ("unsupported", True)
 
 
-def test_a_foreign_wrapper_below_is_not_passed_over(monkeypatch: pytest.MonkeyPatch, on_gpu: None) -> None:
-    @functools.wraps(stock_apply)
-    def foreign(self: Any, **arguments: Any) -> Any:
-        return stock_apply(self, **arguments)
+def foreign_wrapper(self: Any, **arguments: Any) -> Any:
+    return stock_apply(self, **arguments)
 
-    patch, _ = patch_of(monkeypatch, foreign)
-    assert (patch.state, patch.reason) == ("unsupported", "something else wraps TritonExperts.apply")
+
+functools.update_wrapper(foreign_wrapper, stock_apply)
+
+
+def foreign_replacement(self: Any, **arguments: Any) -> Any:
+    return None
+
+
+foreign_replacement.__module__ = "another_plugin.patches"
+
+
+@pytest.mark.parametrize("foreign", [foreign_wrapper, foreign_replacement])
+@pytest.mark.parametrize("name", ["apply", "moe_sum"])
+def test_what_another_plugin_did_before_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: None, name: str, foreign: Any
+) -> None:
+    steps = {"apply": stock_apply, name: foreign}
+    patch, _ = patch_of(monkeypatch, **steps)
+    assert patch.state == "unsupported"
+    assert patch.reason.startswith(f"TritonExperts.{name} is not vLLM's own")
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the first call", "later"])

@@ -261,13 +261,19 @@ def _host_resident(module: Any) -> Callable[[torch.Tensor, torch.Tensor], bool]:
     return answer
 
 
-def _why_foreign(function: Any) -> str:
+def _why_foreign(stock_class: type, function: Any) -> str:
     """Why this ``TritonExperts.apply`` may do more than is known of it, empty where it does not."""
     stock = without_ours(function)
-    if hasattr(stock, "__wrapped__"):
-        return "something else wraps TritonExperts.apply"
+    home = stock_class.__module__.partition(".")[0]
+    for name, step in {"apply": stock, **_steps(stock_class)}.items():
+        if hasattr(step, "__wrapped__") or step.__module__.partition(".")[0] != home:
+            return f"TritonExperts.{name} is not vLLM's own: something else wrapped or replaced it"
     unknown = inspect.signature(stock).parameters.keys() - {"self", *_PARAMETERS, *_WITHOUT_MEANING}
     return f"this vLLM's TritonExperts.apply also takes {', '.join(sorted(unknown))}" if unknown else ""
+
+
+def _steps(stock_class: type) -> dict[str, Any]:
+    return {name: getattr(stock_class, name) for name in STEPS if hasattr(stock_class, name)}
 
 
 def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict]:
@@ -279,13 +285,13 @@ def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict
             return unsupported("written for NVIDIA GPUs")
         if os.environ.get("VLLM_BATCH_INVARIANT", "0").strip() not in ("", "0"):
             return unsupported("VLLM_BATCH_INVARIANT asks for results that do not depend on the batch size")
-        arguments = [Argument(function, name) for name in _PARAMETERS]
-        foreign = _why_foreign(function)
-        if foreign:
-            return unsupported(foreign)
         module = sys.modules[target.partition(":")[0]]
         stock_class, host_resident = module.TritonExperts, _host_resident(module)
-        steps = {step: getattr(stock_class, step) for step in STEPS if hasattr(stock_class, step)}
+        arguments = [Argument(function, name) for name in _PARAMETERS]
+        foreign = _why_foreign(stock_class, function)
+        if foreign:
+            return unsupported(foreign)
+        steps = _steps(stock_class)
         ids = Argument(function, "topk_ids")
         most = tuned_tiles.MOST_TOKENS if decode_tokens is None else decode_tokens
 
@@ -304,7 +310,7 @@ def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict
                 if 0 < reached < tokens:
                     return STOCK
                 why = "" if reached else by
-            if not why and any(getattr(stock_class, name, None) is not step for name, step in steps.items()):
+            if not why and _steps(stock_class) != steps:
                 why = "a step of TritonExperts was replaced"
             why = why or why_stock(experts, call, stock_class)
             if not why and host_resident(call.w1, call.w2):
