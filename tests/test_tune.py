@@ -153,6 +153,7 @@ def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def apply(self: Any, **arguments: Any) -> None:
         took.append("stock")
 
+    apply.__module__ = patch_of.__module__  # where the class and its other steps are
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     monkeypatch.setattr(decode_kernel, "runs_triton", lambda tensor: True)
     monkeypatch.setattr(decode_kernel, "_run", lambda experts, call, found: took.append(found.tiles if found else "formula"))
