@@ -295,26 +295,30 @@ def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict
         ids = Argument(function, "topk_ids")
         most = tuned_tiles.MOST_TOKENS if decode_tokens is None else decode_tokens
 
+        def look(experts: Any, call: Call) -> tuple[int, str, Entry | None]:
+            """The largest number of tokens for this layer, what says so, and what a search found."""
+            why = _why_layer(call)
+            if why:
+                return 0, why, None
+            device, problem = call.w1.device, _problem(experts, call)
+            found = tuned_tiles.look_up(folder, gpu_name(device), problem)
+            return *reach(problem, _expert_bytes(call), _capability(device), found, decode_tokens), found
+
         def instead(experts: Any, args: Args, kwargs: Kwargs) -> Any:
             tokens = ids.get(args, kwargs).size(0)
             if not 0 < tokens <= most:
                 return STOCK
             call = Call(*(argument.get(args, kwargs) for argument in arguments))
-            found = None
             # What is cheap to ask comes first: outside CUDA graphs every layer asks it.
-            why = _why_layer(call)
-            if not why:
-                device, problem = call.w1.device, _problem(experts, call)
-                found = tuned_tiles.look_up(folder, gpu_name(device), problem)
-                reached, by = reach(problem, _expert_bytes(call), _capability(device), found, decode_tokens)
-                if 0 < reached < tokens:
-                    return STOCK
-                why = "" if reached else by
-            if not why and _steps(stock_class) != steps:
-                why = "a step of TritonExperts was replaced"
-            why = why or why_stock(experts, call, stock_class)
-            if not why and host_resident(call.w1, call.w2):
-                why = "weights are on the host"
+            reached, by, found = look(experts, call)
+            if 0 < reached < tokens:
+                return STOCK
+            why = (
+                ("" if reached else by)
+                or ("a step of TritonExperts was replaced" if _steps(stock_class) != steps else "")
+                or why_stock(experts, call, stock_class)
+                or ("weights are on the host" if host_resident(call.w1, call.w2) else "")
+            )
             if why:
                 if settings.log == "debug" and why not in told:
                     told.add(why)
