@@ -936,14 +936,15 @@ def main() -> None:
     find_call_sites()
     assert not [module for module in sys.modules if "fused_moe" in module], "too early for the plugin"
     fork = multiprocessing.get_context("fork")
-    arms = [
-        fork.Process(target=run_arm, args=(options.folder / str(plugin), options.seed, Setup(**options.setup), plugin))
-        for plugin in (False, True)
-    ]
-    for arm in arms:
+    outputs = {plugin: options.folder / str(plugin) for plugin in (False, True)}
+    setup = Setup(**options.setup)
+    arms = {plugin: fork.Process(target=run_arm, args=(outputs[plugin], options.seed, setup, plugin)) for plugin in outputs}
+    for arm in arms.values():
         arm.start()
-    for arm in arms:
+    for plugin, arm in arms.items():
         arm.join()
+        if arm.exitcode:  # also of one that broke after it had saved
+            outputs[plugin].unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
