@@ -89,17 +89,17 @@ def _decode(layer: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """The most tokens for which the decode kernel serves a layer on this machine's first GPU, or on a Hopper where is none."""
     import torch
 
-    from vllm_moe_tune_plugin import tuned_tiles
+    from vllm_moe_tune_plugin import gpu, tuned_tiles
     from vllm_moe_tune_plugin.tunings import decode_kernel
 
     if "problem" not in layer:
         return _stock(layer, layer["reason"])
     problem = tuned_tiles.Problem(**layer["problem"])
-    capability, found = decode_kernel.MEASURED_ON, None
+    capability, found = gpu.MEASURED_ON, None
     if torch.cuda.is_available():
         device = torch.device("cuda", 0)
-        capability = torch.cuda.get_device_capability(device)
-        found = tuned_tiles.look_up(tuned_tiles.folder_of(settings), decode_kernel.gpu_name(device), problem)
+        capability = gpu.capability(device)
+        found = tuned_tiles.look_up(tuned_tiles.folder_of(settings), gpu.name(device), problem)
     size = 3 * problem.intermediate * problem.hidden * (1 if problem.dtype.startswith("fp8") else 2)
     tokens, reason = decode_kernel.reach(problem, size, capability, found, settings.decode_tokens)
     if not torch.cuda.is_available():

@@ -42,8 +42,8 @@ def tune(
 
     Engines on the same GPU model read the result when they start. Give all nodes of a deployment the same files.
     """
+    from vllm_moe_tune_plugin import gpu
     from vllm_moe_tune_plugin.bench import layer, search
-    from vllm_moe_tune_plugin.tunings.decode_kernel import gpu_name
 
     console = new_console()
     if (model is None) == (shape_text is None):
@@ -62,11 +62,11 @@ def tune(
         schema.require_writable(folder)  # before the search, whose result would be lost
         machine = layer.start(interpret)
         found = search.search(shape, dtype, ep, machine, plan, console.print if verbose else lambda line: None)
-        gpu = gpu_name(machine.device)
+        on = gpu.name(machine.device)
         environment = schema.environment("")
         path = tuned_tiles.save(
             folder,
-            gpu,
+            on,
             tuned_tiles.Problem.of(shape, dtype, ep),
             found.entry,
             ratios={str(row["key"]["tokens"]): row["ratio"] for row in found.rows},
@@ -84,4 +84,4 @@ def tune(
     most = found.entry.tokens
     serves = f"the decode kernel serves up to {most} token{'s' * (most > 1)}" if most else "stock is as fast: it stays stock"
     console.print(serves)
-    console.print(f"saved to {path}; engines on {gpu} read it")
+    console.print(f"saved to {path}; engines on {on} read it")

@@ -19,7 +19,7 @@ from vllm_moe_tune_plugin.bench.layer import Machine
 from vllm_moe_tune_plugin.bench.shapes import Shape
 
 #: (rows, parts of the formula's columns, tiles ahead)
-DOWN = ((2, 1, 4), (2, 1, 6), (2, 1, 10), (2, 1, 16), (2, 2, 12), (2, 2, 24), (1, 1, 8), (1, 1, 16))
+DOWN = ((2, 1, 4), (2, 1, 6), (2, 1, 8), (2, 1, 12), (2, 2, 12), (2, 2, 24), (1, 1, 8), (1, 1, 16), (4, 2, 6))
 #: (rows, parts of the formula's columns, the same of its warps)
 UP = ((2, 2, 2), (1, 1, 1), (1, 2, 2), (4, 1, 1), (4, 1, 2), (4, 2, 2))
 

@@ -19,7 +19,6 @@ Delete when: vLLM has a fused path for few tokens that is as fast.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import os
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_moe_tune_plugin import tuned_tiles
+from vllm_moe_tune_plugin import gpu, tuned_tiles
 from vllm_moe_tune_plugin.kernels import scales
 from vllm_moe_tune_plugin.kernels.scales import Scale
 from vllm_moe_tune_plugin.patching import STOCK, Advice, Args, Kwargs, Patch, Replace, Verdict, unsupported, without_ours
@@ -59,8 +58,6 @@ SMALL_EXPERT = 12 << 20
 SMALL, LARGE = (2, 16), (4, 8)
 #: The types of weights, as a search names them.
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
-#: The compute capability of the GPUs on which they were measured (Hopper).
-MEASURED_ON = (9, 0)
 
 #: The steps of TritonExperts.apply that a class or an instance may replace.
 STEPS = ("activation", "moe_sum", "_finalize_expert_output", "_apply_router_weight_in_gemm2")
@@ -142,7 +139,7 @@ def reach(
         return decode_tokens, "MOE_TUNE_DECODE_TOKENS"
     if found is not None:
         return found.tokens, "as vllm-moe-tune tune found on this GPU model"
-    if capability != MEASURED_ON:
+    if capability != gpu.MEASURED_ON:
         return 0, "not measured on this GPU: run vllm-moe-tune tune"
     tokens = window(problem.local_experts, problem.top_k, expert_bytes)
     few = f"a top-k of {problem.top_k} is too many for {problem.local_experts} experts on a rank: tokens share them"
@@ -301,8 +298,8 @@ def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict
             if why:
                 return 0, why, None
             device, problem = call.w1.device, _problem(experts, call)
-            found = tuned_tiles.look_up(folder, gpu_name(device), problem)
-            return *reach(problem, _expert_bytes(call), _capability(device), found, decode_tokens), found
+            found = tuned_tiles.look_up(folder, gpu.name(device), problem)
+            return *reach(problem, _expert_bytes(call), gpu.capability(device), found, decode_tokens), found
 
         def instead(experts: Any, args: Args, kwargs: Kwargs) -> Any:
             tokens = ids.get(args, kwargs).size(0)
@@ -331,18 +328,6 @@ def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict
         return Replace(instead)
 
     return decide
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability; the interpreter stands for the GPUs on which the kernels were measured."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else MEASURED_ON
-
-
-@functools.cache
-def gpu_name(device: torch.device) -> str:
-    """By which the results of a search are kept."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
 
 
 def _expert_bytes(call: Call) -> int:
@@ -382,7 +367,7 @@ def _run(experts: Any, call: Call, found: Entry | None) -> None:
         interleaved=interleaved,
         alpha=SWIGLUOAI_ALPHA,
         limit=SWIGLUOAI_LIMIT,
-        pdl=device.type == "cuda" and _capability(device) >= (9, 0),
+        pdl=device.type == "cuda" and gpu.capability(device) >= (9, 0),
         tiles=None if found is None else Tiles(**found.tiles),
     )
 
