@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -146,7 +147,7 @@ def run(kernels: Any, problem: SimpleNamespace, tiles: Any = None, device: str =
 
 def coarse(kernels: Any, hidden: int, inner: int, weight_bytes: int, top_k: int = 2) -> Any:
     """The formula's columns with more rows, which the interpreter is faster with."""
-    return no_gpu.with_more_rows(kernels.choose_tiles(hidden, inner, top_k, weight_bytes))
+    return no_gpu.with_more_rows(kernels.choose_tiles(hidden, inner, top_k, weight_bytes, 1, 132))
 
 
 def check(kernels: Any, problem: SimpleNamespace, tiles: Any = None) -> None:
@@ -319,19 +320,35 @@ def test_no_more_tiles_are_loaded_ahead_than_a_token_has(kernels: Any) -> None:
     check(kernels, problem, kernels.Tiles(2, 16, 1, 2, 32, 1, 64))
 
 
-@given(st.integers(1, 16384), st.integers(1, 16384), st.integers(1, 16), st.sampled_from([1, 2, 4]))
-def test_tiles_by_formula_fit(hidden: int, inner: int, top_k: int, weight_bytes: int) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("TRITON_INTERPRET", "1")
-        from vllm_moe_tune_plugin.kernels.decode_moe import choose_tiles
+FORMULA = (st.integers(1, 16384), st.integers(1, 16384), st.integers(1, 16), st.sampled_from([1, 2, 4]))
 
-        tiles = choose_tiles(hidden, inner, top_k, weight_bytes)
+
+@pytest.fixture(scope="module")
+def by_formula(kernels: Any) -> Any:
+    return kernels.choose_tiles
+
+
+@given(*FORMULA, st.integers(1, 16), st.sampled_from([78, 132]))
+def test_tiles_by_formula_fit(
+    by_formula: Any, hidden: int, inner: int, top_k: int, weight_bytes: int, tokens: int, sms: int
+) -> None:
+    tiles = by_formula(hidden, inner, top_k, weight_bytes, tokens, sms)
     for columns, warps in ((tiles.up_columns, tiles.up_warps), (tiles.down_columns, tiles.down_warps)):
         assert columns & (columns - 1) == 0
         assert warps in (1, 2, 4, 8)
     parts = -(-inner // tiles.down_columns)
     assert top_k * parts <= max(64, top_k)
     assert 1 <= tiles.down_ahead <= top_k * parts
+
+
+@given(*FORMULA, st.integers(1, 16))
+def test_the_number_of_tokens_changes_no_sum(
+    by_formula: Any, hidden: int, inner: int, top_k: int, weight_bytes: int, tokens: int
+) -> None:
+    """What a token gets does not depend on the others, nor on the GPU: only how far ahead weights are loaded does."""
+    one, few = (by_formula(hidden, inner, top_k, weight_bytes, *more) for more in ((1, 132), (tokens, 78)))
+    assert dataclasses.replace(one, down_ahead=few.down_ahead) == few
+    assert few.down_ahead <= one.down_ahead
 
 
 # --- when

@@ -20,3 +20,9 @@ def capability(device: torch.device) -> tuple[int, int]:
 def name(device: torch.device) -> str:
     """By which the results of a search are kept."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the GPU has; the interpreter stands for an H100 or H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

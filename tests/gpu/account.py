@@ -52,10 +52,9 @@ def account(
 ) -> Iterator[tuple[dict[str, Any], str]]:
     layers: list[Layer] = []
     layer.make_layers(layers, shape, dtype, 1, machine)
-    tiles = search.formula(shape, layers)
     for count in tokens:
         measure = alone(layers, dtype, machine, count)
-        took = {}
+        took, tiles = {}, search.formula(shape, layers, count)
         for name, context in (("gate_up", without(DOWN)), ("down", without(UP)), ("both", nullcontext())):
             with context:
                 took[name] = round(measure(tiles), 2)

@@ -45,7 +45,7 @@ def sweep(machine: Machine, shape: Shape, dtype: str, tokens: Sequence[int], _: 
     layers: list[Layer] = []
     layer.make_layers(layers, shape, dtype, 1, machine)
     measures = {count: alone(layers, dtype, machine, count) for count in tokens}
-    best = search.formula(shape, layers)
+    best = search.formula(shape, layers, tokens[0])
     for kernel, choices in (("down", DOWN), ("up", UP)):
         rows = []
         for tiles in candidates(best, choices, kernel):

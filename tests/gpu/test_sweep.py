@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sweep
+import torch
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +32,7 @@ def test_the_best_of_one_kernel_is_kept_for_the_other(monkeypatch: pytest.Monkey
         # The fewer rows the better, and of those the more tiles ahead.
         return float(tiles["down_rows"] * 1000 - tiles["down_ahead"] + tiles["up_rows"])
 
-    weights = SimpleNamespace(w1=SimpleNamespace(element_size=lambda: 2))
+    weights = SimpleNamespace(w1=torch.empty(0, dtype=torch.bfloat16))
     monkeypatch.setattr(layer, "make_layers", lambda layers, *_: layers.append(SimpleNamespace(weights=weights)))
     monkeypatch.setattr(search, "kernels_alone", lambda *_: measure)
     machine: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
@@ -37,12 +40,32 @@ def test_the_best_of_one_kernel_is_kept_for_the_other(monkeypatch: pytest.Monkey
 
     down, up = ([row["tiles"] for row in rows if row["varied"] == kernel] for kernel in ("down", "up"))
     assert down[0] == dataclasses.asdict(
-        kernels.choose_tiles(SHAPES[shape].hidden, SHAPES[shape].intermediate, SHAPES[shape].top_k, 2)
+        kernels.choose_tiles(SHAPES[shape].hidden, SHAPES[shape].intermediate, SHAPES[shape].top_k, 2, 1, 132)
     )
     for tiles in up:
         assert (tiles["down_rows"], tiles["down_ahead"]) == (1, 16)
     assert {tiles["up_rows"] for tiles in up} == {1, 2, 4}
     assert asked == [tiles for row in rows for tiles in [row["tiles"]] * 2]
+
+
+def measured() -> list[Any]:
+    files = sorted((Path(__file__).parent / "results" / "sweep").glob("*.json"))
+    rows = [row for file in files for row in json.loads(file.read_text())["rows"] if row["varied"] == "down"]
+    return [(key, list(group)) for key, group in itertools.groupby(rows, lambda row: (row["shape"], row["dtype"]))]
+
+
+@pytest.mark.parametrize(("layer", "rows"), measured(), ids=lambda value: "-".join(value) if isinstance(value, tuple) else "")
+def test_the_formula_loads_as_far_ahead_as_was_fastest(kernels: Any, layer: tuple[str, str], rows: list[Any]) -> None:  # noqa: F811
+    shape = SHAPES[layer[0]]
+    for tokens in (1, 2, 4, 8):
+        size = 1 if layer[1].startswith("fp8") else 2
+        own = kernels.choose_tiles(shape.hidden, shape.intermediate, shape.top_k, size, tokens, 132)
+        took = {
+            row["tiles"]["down_ahead"]: row["us"][str(tokens)]
+            for row in rows
+            if (row["tiles"]["down_rows"], row["tiles"]["down_columns"]) == (own.down_rows, own.down_columns)
+        }
+        assert took[own.down_ahead] <= 1.01 * min(took.values()), (tokens, took)
 
 
 @given(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import vllm_moe_tune_plugin
-from vllm_moe_tune_plugin import tuned_tiles
+from vllm_moe_tune_plugin import gpu, tuned_tiles
 from vllm_moe_tune_plugin.bench import experts, layer, stats
 from vllm_moe_tune_plugin.bench.layer import Arm, Job, Machine, Program
 from vllm_moe_tune_plugin.bench.schema import BenchError
@@ -138,7 +138,7 @@ def search(shape: Shape, dtype: str, ep: int, machine: Machine, plan: Plan, say:
             raise BenchError(f"{shape.name} in {dtype}: {made['reason']}")
         measure = kernels_alone(layers, dtype, machine, plan, say)
         vector = 16 // layers[0].weights.w1.element_size()
-        best, speed_up, tried = climb(measure, formula(shape, layers), vector, plan.seconds)
+        best, speed_up, tried = climb(measure, formula(shape, layers, plan.compared[-1]), vector, plan.seconds)
 
         rows = []
         with tuned_tiles.trial(Entry(MOST_TOKENS, best)):
@@ -164,12 +164,15 @@ def window(rows: Sequence[dict[str, Any]]) -> int:
     return tokens
 
 
-def formula(shape: Shape, layers: Sequence[experts.Layer]) -> dict[str, int]:
-    """The tiles that the kernels take where nothing was searched."""
+def formula(shape: Shape, layers: Sequence[experts.Layer], tokens: int) -> dict[str, int]:
+    """The tiles that the kernels take for that many tokens where nothing was searched."""
     from vllm_moe_tune_plugin.kernels.decode_moe import choose_tiles
 
-    size = layers[0].weights.w1.element_size()
-    return dataclasses.asdict(choose_tiles(shape.hidden, shape.intermediate, shape.top_k, size))
+    w1 = layers[0].weights.w1
+    tiles = choose_tiles(
+        shape.hidden, shape.intermediate, shape.top_k, w1.element_size(), tokens, gpu.multiprocessors(w1.device)
+    )
+    return dataclasses.asdict(tiles)
 
 
 def kernels_alone(

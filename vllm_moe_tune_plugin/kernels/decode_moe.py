@@ -15,6 +15,7 @@ Every sum has one fixed order: the same input gives the same bits in every run.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from vllm_moe_tune_plugin import gpu
 from vllm_moe_tune_plugin.kernels.scales import Scale
 
+#: Warps that a multiprocessor holds even where each thread takes all the registers that it may (255 of 65536).
+ROOMY = 8
 #: Scales that a thread of the second kernel keeps in registers while it waits for the first.
 MOST_SCALES_AHEAD = 32
 
@@ -301,30 +305,44 @@ class Tiles:
     down_ahead: int
 
 
-def choose_tiles(hidden: int, intermediate: int, top_k: int, weight_bytes: int) -> Tiles:
+@functools.cache
+def choose_tiles(hidden: int, intermediate: int, top_k: int, weight_bytes: int, tokens: int, multiprocessors: int) -> Tiles:
     """Tiles for a shape, by formula: 16-byte loads, a few of them in flight in each thread.
+
+    Rows and columns, and with them the order of every sum, do not depend on the number of tokens.
 
     Args:
         hidden: K, the model's hidden size.
         intermediate: N, the expert's intermediate size on this rank.
         top_k: experts for each token.
         weight_bytes: bytes of one weight: 2 (bf16, fp16), 1 (fp8) or 4 (fp32).
+        tokens: M.
+        multiprocessors: of the GPU.
     """
     vector = 16 // weight_bytes
     if weight_bytes == 1:
         # A row of fp8 is short: four of them share the activations, which are as long as each.
         up_rows, up_columns, loads = 4, 1024, 1
     else:
-        up_rows, up_columns, loads = 2, 2048, 2
+        # What is read in one step needs no second row to keep loads in flight.
+        up_rows, up_columns, loads = 1 if hidden <= 2048 else 2, 2048, 2
     up_columns = min(up_columns, max(vector, triton.next_power_of_2(hidden)))
     up_warps = max(1, up_columns // (32 * vector * loads))
     # A warp for two rows. The kernel is unrolled over the tiles of all slots: keep the code short.
-    down_columns = 512
+    down_rows, down_columns = 2, 512
     while top_k * triton.cdiv(intermediate, down_columns) > 64:
         down_columns *= 2
     down_warps = down_columns // 512
-    tiles = top_k * triton.cdiv(intermediate, down_columns)
-    return Tiles(up_rows, up_columns, up_warps, 2, down_columns, down_warps, min(tiles, 4 if weight_bytes == 1 else 6))
+    parts = triton.cdiv(intermediate, down_columns)
+    if weight_bytes == 1:
+        ahead = 4
+    else:
+        # Without columns to mask the compiler loads more tiles ahead by itself.
+        ahead = 4 if parts == 1 else 6
+        # So few programs are all resident with the most registers there are.
+        if tokens * triton.cdiv(hidden, down_rows) * down_warps <= ROOMY * multiprocessors:
+            ahead = 6 if parts == 1 else 12
+    return Tiles(up_rows, up_columns, up_warps, down_rows, down_columns, down_warps, min(top_k * parts, ahead))
 
 
 def decode_moe(
@@ -373,7 +391,8 @@ def decode_moe(
     # 16 bytes are what a thread loads at once, of h as well as of the weights.
     up_vector, down_vector = 16 // w1.element_size(), 16 // max(w2.element_size(), h.element_size())
     if tiles is None:
-        tiles = choose_tiles(hidden, intermediate, top_k, w1.element_size())
+        multiprocessors = gpu.multiprocessors(w1.device)
+        tiles = choose_tiles(hidden, intermediate, top_k, w1.element_size(), tokens, multiprocessors)
     if tiles.up_columns % up_vector or tiles.down_columns % down_vector:
         raise ValueError(f"columns of a tile in multiples of {up_vector} and {down_vector} are needed, not {tiles}")
     gated = activation != "relu2_no_mul"
