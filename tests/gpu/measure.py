@@ -73,17 +73,23 @@ JOBS = (
     ),
     layers("layer-0.33.0"),
     layers("repeat/layer-0.33.0"),
-    engine("0.33.0-tp2", QWEN, *NO_FUSION, batch="1,4,16", tp=2, **NO_ALLREDUCE),
-    engine("0.33.0-dp2-ep2", QWEN, *EXPERTS, batch="1,4,16", dp=2),
     *(
         engine(f"0.33.0{short}-{name}", model, *arguments, batch="1,4,16", dp=dp, tp=tp, **environ)
-        for name, dp, tp, arguments in (("tp4", 1, 4, NO_FUSION), ("dp4-ep4", 4, 1, EXPERTS), ("dp2-tp2", 2, 2, NO_FUSION))
+        for name, dp, tp, arguments in (
+            ("tp2", 1, 2, NO_FUSION),
+            ("dp2-ep2", 2, 1, EXPERTS),
+            ("tp4", 1, 4, NO_FUSION),
+            ("dp4-ep4", 4, 1, EXPERTS),
+            ("dp2-tp2", 2, 2, NO_FUSION),
+        )
         for short, model, environ in (
             ("", QWEN, NO_ALLREDUCE),
             ("-fp8", f"{QWEN}-fp8", NO_JIT | NO_ALLREDUCE),
             ("-next", NEXT, NO_ALLREDUCE),
             ("-next-fp8", f"{NEXT}-fp8", NO_JIT | NO_ALLREDUCE),
         )
+        # Both arms' weights of Qwen3-Next in bf16 take 320 GB.
+        if (model, dp * tp) != (NEXT, 2)
     ),
 )
 
