@@ -29,8 +29,9 @@ def test_against_float64(dtype: torch.dtype, shape: str, tokens: int) -> None:
     hidden, inner, top_k = SHAPES[shape]
     problem = draw(tokens, hidden, inner, dtype=dtype, experts=16, top_k=top_k, absent=0.1, mapped=tokens == 3)
     expected = reference(problem)
-    error = float((run(problem).double() - expected).norm() / expected.norm())
-    assert error < (5e-3 if dtype == torch.bfloat16 else 1e-3)
+    error = float((run(problem).double() - expected).norm())
+    # Of a few tokens all experts may be absent: what is expected is zero, then.
+    assert error <= (5e-3 if dtype == torch.bfloat16 else 1e-3) * float(expected.norm())
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "swigluoai", "relu2_no_mul"])
