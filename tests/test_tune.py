@@ -56,7 +56,8 @@ def test_every_neighbour_is_one_that_an_engine_would_take(tiles: dict[str, int],
 def test_climbing_never_ends_on_something_slower(start: dict[str, int]) -> None:
     """And reaches the top where there is one hill."""
 
-    def took(tiles: dict[str, int]) -> float:
+    def took(tiles: dict[str, int] | None) -> float:
+        tiles = tiles or start
         return 1.0 + sum(abs(tiles[name].bit_length() - 3) for name in ("up_rows", "down_rows", "up_warps", "down_warps"))
 
     best, speed_up, tried = search.climb(took, start, 4, seconds=60)
@@ -66,12 +67,23 @@ def test_climbing_never_ends_on_something_slower(start: dict[str, int]) -> None:
 
 
 def test_climbing_ends_when_its_time_is_over() -> None:
-    best, speed_up, tried = search.climb(lambda tiles: 1.0 / tiles["up_rows"], TILES, 8, seconds=0)
-    assert (best, speed_up, tried) == (TILES, 1.0, 1)
+    best, speed_up, tried = search.climb(lambda tiles: 1.0 / tiles["up_rows"] if tiles else 1.0, TILES, 8, seconds=0)
+    assert (best, speed_up, tried) == (None, 1.0, 1)
+
+
+def test_what_is_found_must_beat_what_the_formula_says_for_each_number_of_tokens() -> None:
+    """It may be faster than any tiles that are the same for all."""
+    best, speed_up, tried = search.climb(lambda tiles: 2.0 / tiles["up_rows"] if tiles else 0.1, TILES, 8, seconds=60)
+    assert (best, speed_up) == (None, 1.0)
+    assert tried == 1 + len(list(search.neighbours(TILES, 8)))
 
 
 def test_tiles_that_do_not_compile_are_not_taken() -> None:
-    best, _, _ = search.climb(lambda tiles: 1.0 if tiles["up_rows"] == 2 else float("inf"), TILES, 8, seconds=60)
+    def took(tiles: dict[str, int] | None) -> float:
+        return 2.0 if tiles is None else 1.0 if tiles["up_rows"] == 2 else float("inf")
+
+    best, _, _ = search.climb(took, TILES, 8, seconds=60)
+    assert best is not None
     assert best["up_rows"] == 2
 
 
@@ -100,6 +112,8 @@ def test_what_is_saved_is_found_again(tmp_path: Path) -> None:
     assert path.name == "nvidia-l4.json"
     assert tuned_tiles.look_up(tmp_path, "NVIDIA L4", PROBLEM) == Entry(4, TILES)
     assert tuned_tiles.look_up(tmp_path, "NVIDIA L4", other) == Entry(0, TILES)
+    tuned_tiles.save(tmp_path, "NVIDIA L4", other, Entry(3, None))
+    assert tuned_tiles.look_up(tmp_path, "NVIDIA L4", other) == Entry(3, None)
     assert tuned_tiles.look_up(tmp_path, "NVIDIA L40", PROBLEM) is None
     assert len(json.loads(path.read_text())["layers"]) == 2
     assert [file.name for file in tmp_path.iterdir()] == ["nvidia-l4.json"]
@@ -183,6 +197,8 @@ def test_what_was_found_decides_about_tiles_and_tokens(layer: Any) -> None:
     assert [layer.run(tokens) for tokens in (1, 3, 4)] == [TILES, TILES, "stock"]
     tuned_tiles.save(layer.folder, "interpreter", PROBLEM, Entry(0, TILES))
     assert layer.run(1) == "stock"
+    tuned_tiles.save(layer.folder, "interpreter", PROBLEM, Entry(3, None))
+    assert [layer.run(tokens) for tokens in (1, 3, 4)] == [None, None, "stock"]
 
 
 def test_the_setting_outweighs_what_was_found(layer: Any) -> None:

@@ -80,7 +80,8 @@ def tune(
         times = (f"{row['median_us'][arm]:.1f}" for arm in ("stock", "tuned"))
         table.add_row(str(row["key"]["tokens"]), *times, f"{row['ratio']:.3f}")
     console.print(table)
-    console.print(f"{found.tried} tiles tried; the best are {found.speed_up:.2f} times as fast as the formula's")
+    best = "none better than" if found.entry.tiles is None else f"the best are {found.speed_up:.2f} times as fast as"
+    console.print(f"{found.tried} tiles tried; {best} the formula's")
     most = found.entry.tokens
     serves = f"the decode kernel serves up to {most} token{'s' * (most > 1)}" if most else "stock is as fast: it stays stock"
     console.print(serves)

@@ -74,15 +74,18 @@ class Entry:
 
     Attributes:
         tokens: the most tokens with which the kernels won; 0: never.
-        tiles: the fields of :class:`~vllm_moe_tune_plugin.kernels.decode_moe.Tiles`.
+        tiles: the fields of :class:`~vllm_moe_tune_plugin.kernels.decode_moe.Tiles`, None where none were better than the
+            formula's, which knows the number of tokens.
     """
 
     tokens: int
-    tiles: Mapping[str, int]
+    tiles: Mapping[str, int] | None
 
     def __post_init__(self) -> None:
         if not 0 <= self.tokens <= MOST_TOKENS:
             raise ValueError(f"{self.tokens} tokens")
+        if self.tiles is None:
+            return
         if self.tiles.keys() != LIMITS.keys():
             raise ValueError(f"tiles {sorted(self.tiles)}")
         for name, value in self.tiles.items():
@@ -116,7 +119,9 @@ def save(folder: pathlib.Path, gpu: str, problem: Problem, entry: Entry, **more:
     """
     path = file_of(folder, gpu)
     layers = _others(path, problem)
-    layers.append({"problem": dataclasses.asdict(problem), "tokens": entry.tokens, "tiles": dict(entry.tiles), **more})
+    layers.append(
+        {"problem": dataclasses.asdict(problem), "tokens": entry.tokens, "tiles": entry.tiles and dict(entry.tiles), **more}
+    )
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json", delete=False) as file:
         json.dump({"gpu": gpu, "layers": layers}, file, indent=1)

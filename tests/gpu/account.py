@@ -54,10 +54,10 @@ def account(
     layer.make_layers(layers, shape, dtype, 1, machine)
     for count in tokens:
         measure = alone(layers, dtype, machine, count)
-        took, tiles = {}, search.formula(shape, layers, count)
+        took = {}
         for name, context in (("gate_up", without(DOWN)), ("down", without(UP)), ("both", nullcontext())):
             with context:
-                took[name] = round(measure(tiles), 2)
+                took[name] = round(measure(None), 2)
         both = distinct_experts(shape, count) * shape.expert_bytes(dtype) / bandwidth * 1e6
         limit = {"gate_up": round(both * 2 / 3, 2), "down": round(both / 3, 2), "both": round(both, 2)}
         row = {

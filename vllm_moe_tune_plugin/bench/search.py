@@ -1,6 +1,7 @@
 """The search behind ``vllm-moe-tune tune``: tiles of the decode kernels for one layer, and how many tokens they win with.
 
-Tiles are found by climbing: from those of the formula to a neighbour that is faster, until none is or the time is over. The
+Tiles are found by climbing: from those of the formula to a neighbour that is faster, until none is or the time is over. What
+is found must beat the formula, which has tiles for each number of tokens, in the mean over a few of them. The
 kernels run alone there, over layers with distinct weights as in ``bench layer``. The window is measured against stock in
 vLLM's whole layer, by ``bench layer`` itself.
 """
@@ -39,7 +40,8 @@ MOVES = (
     ("down_ahead",),
 )
 
-Measure = Callable[[dict[str, int]], float]
+#: Of tiles, or of the formula's for each number of tokens.
+Measure = Callable[[dict[str, int] | None], float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,16 +83,20 @@ def neighbours(tiles: dict[str, int], vector: int) -> Iterator[dict[str, int]]:
                 yield moved
 
 
-def climb(measure: Measure, start: dict[str, int], vector: int, seconds: float) -> tuple[dict[str, int], float, int]:
-    """The best tiles, how many times as fast as ``start`` they are, and how many were tried."""
+def climb(measure: Measure, start: dict[str, int], vector: int, seconds: float) -> tuple[dict[str, int] | None, float, int]:
+    """The best tiles, None where they are the formula's, how many times as fast as those, and how many were tried.
+
+    Args:
+        start: the formula's for some number of tokens.
+    """
     deadline = time.monotonic() + seconds
-    first = measure(start)
-    best, shortest = start, first
+    first = shortest = measure(None)
+    best: dict[str, int] | None = None
     tried = {tuple(start.items())}
     moved = True
     while moved:
         moved = False
-        for candidate in neighbours(best, vector):
+        for candidate in neighbours(best or start, vector):
             if time.monotonic() >= deadline:
                 break
             if tuple(candidate.items()) in tried:
@@ -230,12 +236,12 @@ def kernels_alone(
             )
         return list(out)
 
-    def measure(tiles: dict[str, int]) -> float:
+    def measure(tiles: dict[str, int] | None) -> float:
         total = 0.0
         for given in inputs:
             program = Program(Arm("trial", lambda: None))
             try:
-                machine.prepare(program, functools.partial(run, given, Tiles(**tiles)))
+                machine.prepare(program, functools.partial(run, given, tiles and Tiles(**tiles)))
                 total += stats.median(machine.time([program] * plan.samples)) / calls
             except Exception as error:  # too many registers, a tile that Triton cannot cut: not these, then
                 if machine.device.type == "cuda":
@@ -248,5 +254,7 @@ def kernels_alone(
     return measure
 
 
-def _short(tiles: dict[str, int]) -> str:
+def _short(tiles: dict[str, int] | None) -> str:
+    if tiles is None:
+        return "by formula"
     return " ".join(f"{name} {value}" for name, value in tiles.items())

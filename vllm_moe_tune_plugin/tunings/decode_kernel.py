@@ -368,7 +368,7 @@ def _run(experts: Any, call: Call, found: Entry | None) -> None:
         alpha=SWIGLUOAI_ALPHA,
         limit=SWIGLUOAI_LIMIT,
         pdl=device.type == "cuda" and gpu.capability(device) >= (9, 0),
-        tiles=None if found is None else Tiles(**found.tiles),
+        tiles=None if found is None or found.tiles is None else Tiles(**found.tiles),
     )
 
 
