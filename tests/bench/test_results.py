@@ -3,6 +3,7 @@
 After new results: `vllm-moe-tune bench report tests/gpu/results/*.json --plots tests/gpu/plots --readme README.md`.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -60,6 +61,16 @@ def test_gpus_of_two_hosts_differ() -> None:
     """By what the README tells."""
     one, other = sorted((RESULTS / "apart").glob("*.json"))
     assert 0.035 < max(disagreement(one, other)) < 0.037
+
+
+def test_cutlass_is_as_fast_with_the_tactic_of_fewer_tokens() -> None:
+    """As the README tells."""
+    result = json.loads((RESULTS / "cutlass" / "layer-0.33.0.json").read_text())
+    rows = {row["tokens"]: row for row in result["rows"]}
+    assert rows.keys() == {8192, 12288, 14336, 16384}
+    for tokens, row in rows.items():
+        assert row["tuned_for"] == {"stock": 8192, "tuned": 8192 if tokens == 8192 else 16384}
+        assert abs(row["ratio"] - 1) <= 0.002
 
 
 def test_readme_is_what_report_makes_of_the_results(sources: list[Source]) -> None:

@@ -92,7 +92,7 @@ def measure(machine: Machine, shape: Shape, batched_tokens: int, tokens: Sequenc
                 "tokens": count,
                 # 0: no tuned tactic was found, FlashInfer's default ran.
                 "tuned_for": {name: buckets[count, name] for name in samples},
-                "median_us": {name: stats.median(own) for name, own in samples.items()},
+                "median_us": {name: round(stats.median(own), 2) for name, own in samples.items()},
                 "ratio": round(stats.median(stats.paired_ratios(samples[STOCK.name], samples[TUNED.name], 2)), 4),
                 "difference": float((tuned - stock).norm() / stock.norm()),
                 "samples_us": samples,

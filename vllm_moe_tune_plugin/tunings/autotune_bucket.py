@@ -15,7 +15,8 @@ How:
   is taken where the config is built;
 * FlashInfer's CUTLASS kernel is given 8192 where vLLM passes the CUDA-graph size. More is off unless
   ``MOE_TUNE_CUTLASS_BUCKET=1``: vLLM merged it (PR 52989) and took it back (PR 53186), because its workspace grows with
-  the bucket and an engine died for 12 GiB with 9.7 GiB free;
+  the bucket and an engine died for 12 GiB with 9.7 GiB free. On an H200, in bf16, it gains nothing
+  (``tests/gpu/results/cutlass``);
 * FlashInfer before 0.6.10 tunes powers of two only and looks beyond them in vain, so the value is rounded up to one.
 
 Upstream: vLLM PRs 47427 (0.26.0), 50942 (MXFP4, 0.28.0), 46838 and 52989/53186 (CUTLASS).
