@@ -13,12 +13,14 @@ from typing import cast
 from vllm_moe_tune_plugin.patching import Patch
 from vllm_moe_tune_plugin.settings import Settings
 
+#: Where two wrap the same function, the later one's wrapper is the outer one.
 NAMES: tuple[str, ...] = (
     "autotune_bucket",
     "tuple_routing",
     "int32_ids",
     "low_latency_assignment",
     "kept_count",
+    "assignment_cost",
     "decode_kernel",
     "warmup_buckets",
     "cache_identity",
