@@ -142,18 +142,18 @@ class TritonExperts:
     def __init__(self, block_shape=None):
         self.quant_config, self.block_shape = Quant(), block_shape
 
-    def apply(self, output, w1, topk_ids, global_num_experts=-1, expert_map=None, inside=None):
+    def apply(self, output, w1, w2, topk_ids, global_num_experts=-1, expert_map=None, inside=None):
         if inside is not None:
             inside()
         return moe_align_block_size(topk_ids, 16, global_num_experts, expert_map)
 
 class TritonWNA16Experts(TritonExperts):
-    def apply(self, output, w1, topk_ids, global_num_experts=-1, expert_map=None):
+    def apply(self, output, w1, w2, topk_ids, global_num_experts=-1, expert_map=None):
         return moe_align_block_size(topk_ids, 16, global_num_experts, expert_map)
 
 class EmulatedExperts(TritonExperts):
-    def apply(self, output, w1, topk_ids, global_num_experts=-1, expert_map=None):
-        return super().apply(output, w1, topk_ids, global_num_experts=global_num_experts, expert_map=expert_map)
+    def apply(self, output, w1, w2, topk_ids, global_num_experts=-1, expert_map=None):
+        return super().apply(output, w1, w2, topk_ids, global_num_experts=global_num_experts, expert_map=expert_map)
 
 def fused_experts_impl(topk_ids, num_experts):
     naive_block_assignment = topk_ids.numel() * 4 <= num_experts

@@ -35,7 +35,8 @@ def experts(module: str, name: str, *more: Any) -> Callable[[], Any]:
 def triton(ids_name: str = "topk_ids") -> Callable[[], Any]:
     def call() -> Any:
         module = importlib.import_module(f"{FUSED_MOE}.fused_moe")
-        arguments = {"output": None, "w1": torch.empty(64, 1), ids_name: IDS, "global_num_experts": 64}
+        weights = torch.empty(64, 1)
+        arguments = {"output": None, "w1": weights, "w2": weights, ids_name: IDS, "global_num_experts": 64}
         result = module.TritonExperts().apply(**arguments)
         return result if isinstance(result[0], str) else "unsorted"
 
@@ -98,7 +99,7 @@ FUTURES = {
         },
         f"{FUSED_MOE}.fused_moe:TritonExperts.apply",
         "no such code",
-        lambda: importlib.import_module(f"{FUSED_MOE}.fused_moe").First().apply(None, torch.empty(64, 1), IDS, 64),
+        lambda: importlib.import_module(f"{FUSED_MOE}.fused_moe").First().apply(None, *[torch.empty(64, 1)] * 2, IDS, 64),
     ),
     "parameter renamed: tune_max_num_tokens": Future(
         {
@@ -113,8 +114,8 @@ FUTURES = {
         replaced(
             f"{FUSED_MOE}.fused_moe",
             (
-                "w1, topk_ids, global_num_experts=-1, expert_map=None, inside",
-                "w1, ids, global_num_experts=-1, expert_map=None, inside",
+                "w1, w2, topk_ids, global_num_experts=-1, expert_map=None, inside",
+                "w1, w2, ids, global_num_experts=-1, expert_map=None, inside",
             ),
             ("inside()\n        return moe_align_block_size(topk_ids", "inside()\n        return moe_align_block_size(ids"),
         ),

@@ -10,27 +10,14 @@ import fake_stack
 import pytest
 import torch
 from fake_stack import FUSED_MOE
-from hypothesis import given
-from hypothesis import strategies as st
 
 import vllm_moe_tune_plugin
+from vllm_moe_tune_plugin import gpu
 from vllm_moe_tune_plugin.tunings import low_latency_assignment
-from vllm_moe_tune_plugin.tunings.low_latency_assignment import Counts, is_sparse
+from vllm_moe_tune_plugin.tunings.low_latency_assignment import Counts
 
 SORTED = ("sorted", "experts", "count")
-W1 = torch.empty(64, 2, 2)
-
-
-@given(st.integers(0, 4096), st.integers(1, 64), st.integers(1, 4096))
-def test_is_sparse(num_tokens, top_k, num_experts):
-    assert is_sparse(num_tokens, top_k, num_experts) == (4 * num_tokens * top_k / num_experts <= 1)
-
-
-@given(st.integers(1, 64), st.integers(1, 64))
-def test_the_boundary_belongs_to_it(num_tokens, top_k):
-    pairs = num_tokens * top_k
-    assert is_sparse(num_tokens, top_k, 4 * pairs)
-    assert not is_sparse(num_tokens, top_k, 4 * pairs - 1)
+W1, W2 = torch.empty(64, 4, 2), torch.empty(64, 2, 2)
 
 
 # --- Counts ----------------------------------------------------------------------------------------------------------------
@@ -115,7 +102,7 @@ def assert_not_in_force() -> None:
 )
 def test_under_the_condition(serving, rows, num_experts, is_unsorted):
     topk_ids = ids(rows)
-    result = serving.TritonExperts().apply(None, W1, topk_ids, num_experts)
+    result = serving.TritonExperts().apply(None, W1, W2, topk_ids, num_experts)
     if is_unsorted:
         assert_unsorted(result, topk_ids)
         assert serving.ALIGNED == []
@@ -128,17 +115,28 @@ def test_under_the_condition(serving, rows, num_experts, is_unsorted):
 
 def test_by_keyword(serving):
     topk_ids = ids(2)
-    assert_unsorted(serving.TritonExperts().apply(output=None, w1=W1, topk_ids=topk_ids, global_num_experts=64), topk_ids)
+    assert_unsorted(
+        serving.TritonExperts().apply(output=None, w1=W1, w2=W2, topk_ids=topk_ids, global_num_experts=64), topk_ids
+    )
 
 
 def test_the_number_of_experts_is_the_weights_own_where_none_is_given(serving):
-    assert serving.TritonExperts().apply(None, W1, ids(5)) == SORTED
+    assert serving.TritonExperts().apply(None, W1, W2, ids(5)) == SORTED
     topk_ids = ids(4)
-    assert_unsorted(serving.TritonExperts().apply(None, W1, topk_ids), topk_ids)
+    assert_unsorted(serving.TritonExperts().apply(None, W1, W2, topk_ids), topk_ids)
+
+
+@pytest.mark.parametrize(("capability", "is_unsorted"), [((9, 0), False), ((10, 0), True)])
+def test_large_experts_stay_sorted_where_that_was_measured(serving, monkeypatch, capability, is_unsorted):
+    """Four tokens, experts of 48 MiB: by upstream's rule they would go unsorted."""
+    monkeypatch.setattr(gpu, "capability", lambda device: capability)
+    w1, w2 = (torch.empty(64, rows, 1 << 24, dtype=torch.uint8, device="meta") for rows in (2, 1))
+    result = serving.TritonExperts().apply(None, w1, w2, ids(4), 64)
+    assert (result[0] is None) == is_unsorted
 
 
 def test_not_with_an_expert_map(serving):
-    assert serving.TritonExperts().apply(None, W1, ids(1), 64, torch.arange(64)) == SORTED
+    assert serving.TritonExperts().apply(None, W1, W2, ids(1), 64, torch.arange(64)) == SORTED
 
 
 @pytest.mark.parametrize("flag", ["use_int8_w8a16", "use_int4_w4a16"])
@@ -147,22 +145,22 @@ def test_not_with_weights_quantised_in_blocks(serving, flag, block_shape, is_uns
     experts = serving.TritonExperts(block_shape)
     setattr(experts.quant_config, flag, True)
     topk_ids = ids(1)
-    result = experts.apply(None, W1, topk_ids, 64)
+    result = experts.apply(None, W1, W2, topk_ids, 64)
     assert (result[0] is None) == is_unsorted
 
 
 def test_fp8_in_blocks_is_fine(serving):
     topk_ids = ids(1)
-    assert_unsorted(serving.TritonExperts([128, 128]).apply(None, W1, topk_ids, 64), topk_ids)
+    assert_unsorted(serving.TritonExperts([128, 128]).apply(None, W1, W2, topk_ids, 64), topk_ids)
 
 
 def test_a_subclass_with_an_apply_of_its_own_never_meets_it(serving):
-    assert serving.TritonWNA16Experts().apply(None, W1, ids(1), 64) == SORTED
+    assert serving.TritonWNA16Experts().apply(None, W1, W2, ids(1), 64) == SORTED
 
 
 def test_a_subclass_that_calls_apply_meets_it(serving):
     topk_ids = ids(1)
-    assert_unsorted(serving.EmulatedExperts().apply(None, W1, topk_ids, 64), topk_ids)
+    assert_unsorted(serving.EmulatedExperts().apply(None, W1, W2, topk_ids, 64), topk_ids)
 
 
 def test_other_callers_never_meet_it(serving):
@@ -179,10 +177,10 @@ def test_callers_inside_apply_never_meet_it(serving, same_ids):
     def others():
         inside.append(serving.moe_align_block_size(ids(1), 16, 64))
         if not same_ids:
-            inside.append(serving.TritonWNA16Experts().apply(None, W1, ids(1), 64))
-        inside.append(serving.TritonExperts().apply(None, W1, topk_ids if same_ids else ids(1), 64, torch.arange(64)))
+            inside.append(serving.TritonWNA16Experts().apply(None, W1, W2, ids(1), 64))
+        inside.append(serving.TritonExperts().apply(None, W1, W2, topk_ids if same_ids else ids(1), 64, torch.arange(64)))
 
-    assert_unsorted(serving.TritonExperts().apply(None, W1, topk_ids, 64, inside=others), topk_ids)
+    assert_unsorted(serving.TritonExperts().apply(None, W1, W2, topk_ids, 64, inside=others), topk_ids)
     assert all(result == SORTED for result in inside)
     assert_not_in_force()
 
@@ -191,10 +189,10 @@ def test_nested_calls_each_have_their_own(serving):
     outer, inner, results = ids(1), ids(2), []
 
     def nested():
-        results.append(serving.TritonExperts().apply(None, W1, inner, 64))
-        results.append(serving.TritonExperts().apply(None, W1, ids(30), 64))
+        results.append(serving.TritonExperts().apply(None, W1, W2, inner, 64))
+        results.append(serving.TritonExperts().apply(None, W1, W2, ids(30), 64))
 
-    assert_unsorted(serving.TritonExperts().apply(None, W1, outer, 64, inside=nested), outer)
+    assert_unsorted(serving.TritonExperts().apply(None, W1, W2, outer, 64, inside=nested), outer)
     assert_unsorted(results[0], inner)
     assert results[1] == SORTED
     assert_not_in_force()
@@ -208,7 +206,7 @@ def test_an_exception_inside_apply_leaves_nothing_behind(serving):
         raise error
 
     with pytest.raises(RuntimeError) as caught:
-        serving.TritonExperts().apply(None, W1, topk_ids, 64, inside=fails)
+        serving.TritonExperts().apply(None, W1, W2, topk_ids, 64, inside=fails)
     assert caught.value is error
     assert_not_in_force()
     assert serving.moe_align_block_size(topk_ids, 16, 64) == SORTED
@@ -219,15 +217,15 @@ def test_experts_that_look_otherwise_fail_once_and_are_sorted(serving, logged):
     experts = serving.TritonExperts()
     del experts.quant_config
     topk_ids = ids(1)
-    assert experts.apply(None, W1, topk_ids, 64) == SORTED
-    assert serving.TritonExperts().apply(None, W1, topk_ids, 64) == SORTED
+    assert experts.apply(None, W1, W2, topk_ids, 64) == SORTED
+    assert serving.TritonExperts().apply(None, W1, W2, topk_ids, 64) == SORTED
     assert fake_stack.states()["low_latency_assignment"] == "failed"
     assert len([record for record in logged.records if record.levelname == "ERROR"]) == 1
 
 
 def test_unregistered_it_sorts_again(serving):
     vllm_moe_tune_plugin.unregister()
-    assert serving.TritonExperts().apply(None, W1, ids(1), 64) == SORTED
+    assert serving.TritonExperts().apply(None, W1, W2, ids(1), 64) == SORTED
 
 
 def states_of(install: Any, *replaced: tuple[str, str]) -> dict[str, tuple[str, str]]:

@@ -11,7 +11,8 @@ do it. Other callers of the same name (``TritonWNA16Experts``, ``fused_experts_i
 of its value and device: it is made once and kept, which saves a launch in each layer.
 
 Where the rule is wrong: it counts pairs, not bytes. Unsorted, an expert's weights are read once for each pair; with the large
-experts of gpt-oss-120b, 8 tokens are 12 % slower than sorted (H200). Those are decode_kernel's, which is faster than both.
+experts of gpt-oss-120b, 8 tokens are 7.5 % slower than sorted (H200). So those stay sorted by the rule of assignment_cost,
+whether or not that one is turned off.
 
 Others that sort by the same contract (sorted ids, expert ids, count) stay stock:
 
@@ -49,21 +50,14 @@ from vllm_moe_tune_plugin.patching import (
 )
 from vllm_moe_tune_plugin.settings import Settings
 from vllm_moe_tune_plugin.stack import Argument, first_existing, function_names
+from vllm_moe_tune_plugin.tunings.assignment_cost import is_cheaper_sorted, is_sparse
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 ALIGN = "moe_align_block_size"
 UPSTREAM = "_prepare_expert_assignment"
 
-#: (token, expert) pairs may be this many times fewer than experts (upstream's margin).
-SPARSITY = 4
-
 # The ids of the TritonExperts.apply call in progress that may go unsorted; None: there is none.
 _unsorted_ids: contextvars.ContextVar[torch.Tensor | None] = contextvars.ContextVar("moe_tune_unsorted_ids", default=None)
-
-
-def is_sparse(num_tokens: int, top_k: int, num_experts: int) -> bool:
-    """Whether so few pairs meet so many experts that sorting them finds nothing."""
-    return num_tokens * top_k * SPARSITY <= num_experts
 
 
 class Counts:
@@ -100,23 +94,24 @@ def _decide_apply(function: Any) -> Advice | Verdict:
     verdict = _native_or_unsupported(function)
     if verdict is not None:
         return verdict
-    ids, experts_map, global_experts, w1 = (
-        Argument(function, name) for name in ("topk_ids", "expert_map", "global_num_experts", "w1")
+    ids, experts_map, global_experts, first, second = (
+        Argument(function, name) for name in ("topk_ids", "expert_map", "global_num_experts", "w1", "w2")
     )
 
     def unsorted_ids(experts: Any, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
         topk_ids: torch.Tensor = ids.get(args, kwargs)
         if experts_map.get(args, kwargs) is not None:
             return None
-        num_experts = global_experts.get(args, kwargs)
+        w1, num_experts = first.get(args, kwargs), global_experts.get(args, kwargs)
         if num_experts == -1:
-            num_experts = w1.get(args, kwargs).size(0)
+            num_experts = w1.size(0)
         quant, block_shape = experts.quant_config, experts.block_shape
         in_blocks = block_shape is not None and block_shape[1] > 0
         if in_blocks and (quant.use_int8_w8a16 or quant.use_int4_w4a16):
             return None
-        num_tokens, top_k = topk_ids.shape
-        return topk_ids if is_sparse(num_tokens, top_k, num_experts) else None
+        if not is_sparse(topk_ids.numel(), num_experts) or is_cheaper_sorted(topk_ids, w1, second.get(args, kwargs)):
+            return None
+        return topk_ids
 
     return Within(_unsorted_ids, unsorted_ids)
 
