@@ -1,7 +1,8 @@
 """vLLM's own Triton experts in Triton's interpreter, stock and tuned, against a dense float64 reference.
 
 16 experts, two for each token: up to 2 tokens go unsorted, up to 4 to the decode kernel. Outputs and workspaces are full of
-NaN before each run, weights, inputs and routings are new each time.
+NaN before each run, weights, inputs and routings are new each time. In the arm `costly` reading a byte again costs as much as
+sorting, as if experts were large: 1 token goes unsorted.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ TOKENS = (1, 2, 3, 5)
 DTYPES = ("bf16", "fp16", "fp8")
 #: What the roundings of inputs and intermediate results may cost in each type.
 ALLOWED = {"bf16": 1e-2, "fp16": 2e-3, "fp8": 0.15}
+#: The tunings that each arm goes without.
+ARMS = {"all": "", "unfused": "decode_kernel", "costly": "decode_kernel"}
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each layer gave, with all tunings and without the decode kernel; one process for each."""
+    """What each layer gave, in a process for each arm."""
     folder = tmp_path_factory.mktemp("numerics")
     processes = {}
-    for arm, disable in (("all", ""), ("unfused", "decode_kernel")):
+    for arm, disable in ARMS.items():
         environ = {**os.environ, "MOE_TUNE_DISABLE": disable}
         log = (folder / f"{arm}.log").open("w")
         command = [sys.executable, "-W", "ignore", __file__, str(folder / arm)]
@@ -42,7 +45,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     return {arm: json.loads((folder / arm).read_text()) for arm in processes}
 
 
-@pytest.mark.parametrize("arm", ["all", "unfused"])
+@pytest.mark.parametrize("arm", ARMS)
 def test_tuned_is_as_near_to_the_reference_as_stock(rows: dict[str, list[dict[str, Any]]], arm: str) -> None:
     assert [(row["dtype"], row["tokens"]) for row in rows[arm]] == [(dtype, tokens) for dtype in DTYPES for tokens in TOKENS]
     for row in rows[arm]:
@@ -63,28 +66,42 @@ def test_the_decode_kernel_took_what_is_in_its_window(rows: dict[str, list[dict[
     assert not any("decode_kernel" in row["acted"] for row in rows["unfused"])
 
 
-def test_sorting_was_skipped_up_to_the_boundary(rows: dict[str, list[dict[str, Any]]]) -> None:
-    applied = {row["states"]["low_latency_assignment"] for row in rows["unfused"]}
+@pytest.mark.parametrize(("arm", "most"), [("unfused", 2), ("costly", 1)])
+def test_sorting_was_skipped_up_to_the_boundary(rows: dict[str, list[dict[str, Any]]], arm: str, most: int) -> None:
+    applied = {row["states"]["low_latency_assignment"] for row in rows[arm]}
     assert applied <= {"applied", "native"}
-    for row in rows["unfused"]:
-        expected = row["states"]["low_latency_assignment"] == "applied" and row["tokens"] <= 2
+    for row in rows[arm]:
+        expected = row["states"]["low_latency_assignment"] == "applied" and row["tokens"] <= most
         assert ("low_latency_assignment" in row["acted"]) == expected, row
 
 
-def test_the_count_of_an_unsorted_assignment_is_kept(rows: dict[str, list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize(("arm", "most"), [("unfused", 2), ("costly", 1)])
+def test_the_count_of_an_unsorted_assignment_is_kept(rows: dict[str, list[dict[str, Any]]], arm: str, most: int) -> None:
     """From the second call of a layer on; the first one shows what vLLM answers."""
-    for row in rows["unfused"]:
-        assert ("kept_count" in row["acted"]) == (row["states"]["kept_count"] == "applied" and row["tokens"] <= 2), row
+    for row in rows[arm]:
+        assert ("kept_count" in row["acted"]) == (row["states"]["kept_count"] == "applied" and row["tokens"] <= most), row
 
 
-def measure() -> list[dict[str, Any]]:
+def test_what_is_costly_unsorted_was_sorted_where_vllm_would_not(rows: dict[str, list[dict[str, Any]]]) -> None:
+    """Before 0.20 vLLM sorts it anyway."""
+    assert not any("assignment_cost" in row["acted"] for arm in ("all", "unfused") for row in rows[arm])
+    for row in rows["costly"]:
+        upstream_goes_unsorted = row["states"]["low_latency_assignment"] == "native" and row["tokens"] <= 2
+        assert ("assignment_cost" in row["acted"]) == (upstream_goes_unsorted and row["tokens"] > 1), row
+
+
+def measure(arm: str) -> list[dict[str, Any]]:
     from vllm_moe_tune_plugin import selftest
     from vllm_moe_tune_plugin.bench import layer
     from vllm_moe_tune_plugin.bench.shapes import Shape
+    from vllm_moe_tune_plugin.tunings import assignment_cost
 
+    if arm == "costly":
+        assignment_cost.BREAK_EVEN = 1
     shape = Shape("numerics", num_experts=16, top_k=2, intermediate=48, hidden=80)
     return [dataclasses.asdict(row) for row in selftest.compare(shape, DTYPES, TOKENS, layer.start(interpret=True))]
 
 
 if __name__ == "__main__":
-    pathlib.Path(sys.argv[1]).write_text(json.dumps(measure()))
+    out = pathlib.Path(sys.argv[1])
+    out.write_text(json.dumps(measure(out.name)))
