@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import vllm_moe_tune_plugin
 from vllm_moe_tune_plugin import gpu, plugin, tunings
 from vllm_moe_tune_plugin.bench.shapes import SHAPES
-from vllm_moe_tune_plugin.tunings.assignment_cost import BREAK_EVEN, is_cheaper_sorted, is_sparse, repeated_bytes
+from vllm_moe_tune_plugin.tunings.assignment_cost import BREAK_EVEN, MOST_TOKENS, is_cheaper_sorted, is_sparse, repeated_bytes
 
 # --- the decision ----------------------------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ def test_one_token_reads_nothing_again(top_k: int, more: int, size: int) -> None
     assert not is_cheaper_sorted(torch.empty(1, top_k, device="meta"), *weights(top_k + more, 3 * size))
 
 
-@given(st.integers(2, 64), TOP_K, EXPERTS)
+@given(st.integers(2, MOST_TOKENS), TOP_K, EXPERTS)
 def test_the_boundary_is_at_the_break_even(tokens: int, top_k: int, more: int) -> None:
     num_experts, topk_ids = top_k + more, torch.empty(tokens, top_k, device="meta")
     size = 3 * math.ceil(BREAK_EVEN / repeated_bytes(tokens, top_k, num_experts, 3))
@@ -83,6 +83,9 @@ def test_the_boundary_is_at_the_break_even(tokens: int, top_k: int, more: int) -
 
 
 def test_only_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert max(row["key"]["tokens"] for file in FILES for row in file["rows"]) == MOST_TOKENS
+    assert is_cheaper_sorted(ids(MOST_TOKENS), *LARGE)
+    assert not is_cheaper_sorted(ids(MOST_TOKENS + 1), *LARGE)
     assert is_cheaper_sorted(ids(4), *LARGE)
     monkeypatch.setattr(gpu, "capability", lambda device: (10, 0))
     assert not is_cheaper_sorted(ids(4), *LARGE)

@@ -14,11 +14,10 @@ vLLM's rule goes unsorted it is up to 7.5 % slower than the better way (gpt-oss-
 sorts, has nothing to win: up to 40 MB that is one row, which loses 1.5 % (qwen3-30b-a3b, fp8, 6 tokens), and the only row
 that would win, 3.3 % with 47 MB, lies between rows that lose (qwen3.5-35b-a3b, fp8, 12 tokens). So it only ever sorts more.
 
-Where it shows: on Hopper, where it was measured; other GPUs keep vLLM's rule. Most calls with so few tokens are
-decode_kernel's, which is faster than both: what is left are those it does not serve (LoRA, a clamp in the activation, int8,
-``MOE_TUNE_DECODE_TOKENS``), and more than its 8 tokens where experts are large and each token has one (Llama 4 Maverick, 19
-to 32 tokens: by the model, since more than 16 tokens were not measured). vLLM 0.14 to 0.19 sort all of it but for
-low_latency_assignment, which asks the same.
+Where it shows: on Hopper, where it was measured, up to the 16 tokens that were; all else keeps vLLM's rule. Most calls with so
+few tokens are decode_kernel's, which is faster than both: what is left are those it does not serve (LoRA, a clamp in the
+activation, int8, ``MOE_TUNE_DECODE_TOKENS``). vLLM 0.14 to 0.19 sort all of it but for low_latency_assignment, which asks the
+same.
 
 Upstream: nothing like it up to vLLM 0.33.
 Delete when: vLLM's rule knows bytes, or the decode kernel serves all that goes unsorted.
@@ -58,6 +57,8 @@ PREPARE = "_prepare_expert_assignment"
 SPARSITY = 4
 #: Bytes whose reading again takes as long as sorting (H200, vLLM 0.33.0: ``tests/gpu/results/assignment``).
 BREAK_EVEN = 40_000_000
+#: The most tokens that were measured.
+MOST_TOKENS = 16
 
 _PARAMETERS = ("topk_ids", "config", "global_num_experts", "expert_map", "ignore_invalid_experts")
 #: What the stock function takes besides, which only decides between the two ways.
@@ -89,6 +90,8 @@ def is_cheaper_sorted(topk_ids: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
     """Whether sorting a call's pairs costs less than reading weights again, on a GPU on which that was measured."""
     num_tokens, top_k = topk_ids.shape
     num_experts = w1.size(0)
+    if num_tokens > MOST_TOKENS:
+        return False
     repeated = repeated_bytes(num_tokens, top_k, num_experts, (w1.nbytes + w2.nbytes) / num_experts)
     return repeated > BREAK_EVEN and gpu.capability(w1.device) == gpu.MEASURED_ON
 
