@@ -36,14 +36,12 @@ def tuned() -> Iterator[Callable[..., Any]]:
     module = types.ModuleType("module")
     module._prepare_expert_assignment = assignment  # type: ignore[attr-defined]
     assignment.calls = 0
-    kept = Kept()
-    patches = [Patch(TARGET, kept.decide_learn, serves=True), Patch(TARGET, kept.decide_answer)]
+    patch = Patch(TARGET, Kept().decide)
     with mock.patch.dict(sys.modules, module=module):
-        for patch in patches:
-            patch.attempt()
+        patch.attempt()
         yield lambda *args, **kwargs: module._prepare_expert_assignment(*args, **kwargs)
-        assert [patch.state for patch in patches] == ["applied"] * 2
-        assert all(patch.undo() for patch in patches)
+        assert patch.state == "applied"
+        assert patch.undo()
     assert module._prepare_expert_assignment is assignment
 
 
@@ -134,6 +132,6 @@ def test_a_vllm_that_makes_no_count_is_unsupported(monkeypatch: pytest.MonkeyPat
     module = types.ModuleType("module")
     module._prepare_expert_assignment = lambda topk_ids, config: (None, topk_ids, topk_ids)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "module", module)
-    patch = Patch(TARGET, Kept().decide_answer)
+    patch = Patch(TARGET, Kept().decide)
     patch.attempt()
     assert patch.state == "unsupported"

@@ -525,6 +525,7 @@ VARIABLE: contextvars.ContextVar[Any] = contextvars.ContextVar("test_variable", 
 BROKEN = {
     "rewrite": Rewrite(broken),
     "replace": Replace(broken),
+    "replace and learn": Replace(lambda *_: STOCK, learn=broken),
     "within": Within(VARIABLE, broken),
     "around": Around(broken),
     "observe": Observe(broken),
@@ -533,6 +534,7 @@ BROKEN = {
 WORKING = {
     "rewrite": Rewrite(lambda _, args, kwargs: (args, kwargs)),
     "replace": Replace(lambda *_: STOCK),
+    "replace and learn": Replace(lambda *_: STOCK, learn=lambda *_: None),
     "within": Within(VARIABLE, lambda *_: 1),
     "around": Around(lambda *_: contextlib.nullcontext()),
     "observe": Observe(lambda *_: None),
@@ -596,7 +598,8 @@ def test_exceptions_of_the_wrapped_function_pass_unchanged(session, tmp_path, ad
     assert seen_in_progress == [None]
     assert traceback.extract_tb(error.__traceback__)[-1].name == "function"
     (record,) = plugin.records()
-    assert record.state is (State.FAILED if is_broken and advice not in ("broken observe", "broken convert") else State.APPLIED)
+    afterwards = ("broken observe", "broken convert", "broken replace and learn")
+    assert record.state is (State.FAILED if is_broken and advice not in afterwards else State.APPLIED)
 
 
 @pytest.mark.parametrize("base", [KeyboardInterrupt, SystemExit])

@@ -89,10 +89,14 @@ class Rewrite(NamedTuple):
 
 
 class Replace(NamedTuple):
-    """Return what ``instead(instance, args, kwargs)`` returns; where that is :data:`STOCK`, make the stock call."""
+    """Return what ``instead(instance, args, kwargs)`` returns; where that is :data:`STOCK`, make the stock call.
+
+    ``learn(instance, args, kwargs, result)`` looks at what a stock call returned.
+    """
 
     instead: Callable[[Any, Args, Kwargs], Any]
     note: str = ""
+    learn: Callable[[Any, Args, Kwargs, Any], None] | None = None
 
     def wrapper(self, patch: Patch) -> Wrapper:
         def replace(wrapped: Callable[..., Any], instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -106,7 +110,13 @@ class Replace(NamedTuple):
                     if result is not STOCK:
                         patch.tuned += 1
                         return result
-            return wrapped(*args, **kwargs)
+            result = wrapped(*args, **kwargs)
+            if self.learn is not None and patch.live:
+                try:
+                    self.learn(instance, args, kwargs, result)
+                except Exception as error:
+                    patch.fail(error)
+            return result
 
         return replace
 

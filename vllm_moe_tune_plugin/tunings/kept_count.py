@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from vllm_moe_tune_plugin.patching import STOCK, Advice, Args, Kwargs, Observe, Patch, Replace, Verdict, unsupported
+from vllm_moe_tune_plugin.patching import STOCK, Advice, Args, Kwargs, Patch, Replace, Verdict, unsupported
 from vllm_moe_tune_plugin.settings import Settings
 from vllm_moe_tune_plugin.stack import Argument, first_existing, function_names
 
@@ -71,7 +71,7 @@ class Kept:
         self._counts: dict[Hashable, torch.Tensor] = {}
         self._most = 0  # ids of any answer that is kept
 
-    def decide_answer(self, function: Any) -> Advice | Verdict:
+    def decide(self, function: Any) -> Advice | Verdict:
         if "full" not in function_names(function):
             return unsupported("this vLLM makes no count there")
         ids = Argument(function, "topk_ids")
@@ -83,18 +83,13 @@ class Kept:
             count = self._counts.get(key_of(args, kwargs))
             return STOCK if count is None else (None, topk_ids.view(-1), count)
 
-        return Replace(answer)
-
-    def decide_learn(self, function: Any) -> Advice | Verdict:
-        ids = Argument(function, "topk_ids")
-
         def learn(_: Any, args: Args, kwargs: Kwargs, answer: Any) -> None:
             topk_ids = ids.get(args, kwargs)
             if topk_ids.numel() and is_unsorted(topk_ids, answer) and not _is_capturing(topk_ids.device):
                 self._counts.setdefault(key_of(args, kwargs), answer[2])
                 self._most = max(self._most, topk_ids.numel())
 
-        return Observe(learn)
+        return Replace(answer, learn=learn)
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -102,11 +97,5 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def patches(settings: Settings) -> Sequence[Patch]:
-    kept = Kept()
     target = first_existing(f"{FUSED_MOE}.experts.triton_moe:{PREPARE}", f"{FUSED_MOE}.fused_moe:{PREPARE}")
-    also = (f"{FUSED_MOE}.fused_moe:{PREPARE}",)
-    return (
-        # The learning wrapper is the inner one: it sees what vLLM answers, and not what was kept.
-        Patch(target, kept.decide_learn, also=also, serves=True),
-        Patch(target, kept.decide_answer, also=also),
-    )
+    return (Patch(target, Kept().decide, also=(f"{FUSED_MOE}.fused_moe:{PREPARE}",)),)
