@@ -2,7 +2,7 @@
 
 How it behaves is in the environment: FAKE_DRIVER_SPEED (tuned over stock), FAKE_DRIVER_TUNED (calls that a patch changed),
 FAKE_DRIVER_STATE (the tuning's state), FAKE_DRIVER_LEAVES (arms that leave states), FAKE_DRIVER_FAILS_AT (number of the run),
-FAKE_DRIVER_SECONDS (for the batches of a size).
+FAKE_DRIVER_SECONDS (for the batches of a size), FAKE_DRIVER_MEETS (seconds in which the other arm's engine must start, too).
 Of data-parallel ranks the second takes FAKE_DRIVER_SLOWER times as long, its tuning has FAKE_DRIVER_OTHER_STATE, and it fails
 where FAKE_DRIVER_RANK_FAILS is set.
 """
@@ -43,6 +43,7 @@ def main(request_file: str, events_file: str) -> None:
         for line in sys.stdin:
             match line.split():
                 case ["start"]:
+                    meet(counter, tuned)
                     leave(tuned, rank)
                     tell(event="started", seconds=30.0 + run, kv_cache_tokens=1000)
                 case ["latency", words]:
@@ -58,6 +59,18 @@ def main(request_file: str, events_file: str) -> None:
                         tokens[-1][int(os.environ["FAKE_DRIVER_PARTS_AT"])] = 8
                     tell(event="greedy", batch_size=size, tokens=tokens, margins=[[0.5] * request["greedy_tokens"]] * size)
     leave(tuned, rank)
+
+
+def meet(counter: Path, tuned: bool) -> None:
+    """Wait for the other arm's engine to start."""
+    own, other = (counter.with_suffix(f".{arm}") for arm in (tuned, not tuned))
+    own.touch()
+    deadline = time.monotonic() + float(os.environ.get("FAKE_DRIVER_MEETS", "inf"))
+    while "FAKE_DRIVER_MEETS" in os.environ and not other.exists():
+        if time.monotonic() > deadline:
+            print("ValueError: the other engine did not start meanwhile")
+            sys.exit(1)
+        time.sleep(0.01)
 
 
 def leave(tuned: bool, rank: int) -> None:

@@ -181,6 +181,19 @@ def test_who_says_how_much_memory_each_engine_gets_is_heard(
     assert "gpu_memory_utilization" not in method(tmp_path)  # it is in engine_args
 
 
+@pytest.mark.parametrize("words", [("--kv-cache-memory-bytes", "4294967296"), ("--kv_cache_memory_bytes=1",)])
+def test_engines_that_measure_no_memory_start_at_once(
+    bench: Callable[..., list[str]], tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    bench(pairs=1, together=True, engine_args=words, meets=30)
+    assert [row["key"]["arm"] for row in rows(tmp_path)] == ["stock", "tuned"]
+
+
+def test_engines_that_measure_memory_start_one_after_the_other(bench: Callable[..., list[str]]) -> None:
+    with pytest.raises(BenchError, match="ValueError: the other engine did not start meanwhile"):
+        bench(pairs=1, together=True, meets=1)
+
+
 def test_pairs_that_are_there_need_no_engine(bench: Callable[..., list[str]], tmp_path: Path) -> None:
     bench(pairs=1, together=True)
     assert bench(pairs=1, together=True) == []

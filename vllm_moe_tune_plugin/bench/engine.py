@@ -68,8 +68,8 @@ METHOD = {
 #: What is otherwise where two engines share the GPUs.
 TOGETHER = {
     "order": "a pair's two runs alternate at each batch size: A B in one pair, B A in the next",
-    "together": "one engine of each arm is up for all pairs, stock's the first to start; startup_s and peak_memory_bytes, in "
-    "which both engines are, do not tell the arms apart",
+    "together": "one engine of each arm is up for all pairs, stock's the first to start, or both at once where engine_args say "
+    "how large the KV cache is; startup_s and peak_memory_bytes, in which both engines are, do not tell the arms apart",
 }
 
 
@@ -119,8 +119,15 @@ class Job:
     @property
     def share(self) -> float | None:
         """Of the GPU's memory for each of two engines, where ``engine_args`` do not say it."""
-        told = any(word.replace("_", "-").startswith("--gpu-memory-utilization") for word in self.engine_args)
-        return SHARE if self.together and not told else None
+        return SHARE if self.together and not self._says("--gpu-memory-utilization") else None
+
+    @property
+    def starts_at_once(self) -> bool:
+        """Whether engines may start side by side: one that measures how much memory is left must be alone."""
+        return self._says("--kv-cache-memory-bytes")
+
+    def _says(self, option: str) -> bool:
+        return any(word.replace("_", "-").startswith(option) for word in self.engine_args)
 
     def order_of(self, pair: int) -> tuple[str, ...]:
         """A B, B A, A B and so on: a slow drift of the machine falls on both."""
@@ -281,6 +288,7 @@ class Engine:
         self._commands: list[tuple[Sequence[str], Mapping[str, str]]] = []
         self._told: list[Told] = []
         self._left = job.timeout
+        self._asked = 0.0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks = contextlib.ExitStack()
         place.mkdir()
@@ -320,23 +328,31 @@ class Engine:
         Raises:
             BenchError: a rank failed, or the run took too long.
         """
-        begin = time.monotonic()
+        self.ask(words)
+        return self.answers()
+
+    def ask(self, words: str) -> None:
+        """Let every rank do one thing, without waiting for it."""
+        self._asked = time.monotonic()
         for process in self._processes:
             # One that has ended breaks the pipe; why it ended is found below.
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(f"{words}\n".encode())  # type: ignore[union-attr]  # it is a pipe
                 process.stdin.flush()  # type: ignore[union-attr]
+
+    def answers(self) -> list[dict[str, Any]]:
+        """What each rank told of what it was asked for, once all have."""
         events: list[dict[str, Any]] = []
         for told in self._told:
             while (event := told.next()) is None:
                 ended = [status for process in self._processes if (status := process.poll()) is not None]
                 if ended:
                     raise _failure(f"the {self.arm} run failed with status {max(ended, key=abs)}", self.log)
-                if time.monotonic() > begin + self._left:
+                if time.monotonic() > self._asked + self._left:
                     raise _failure(f"the {self.arm} run was not finished after {self._job.timeout:.0f} s", self.log)
                 time.sleep(POLL_S)
             events.append(event)
-        self._left -= time.monotonic() - begin
+        self._left -= time.monotonic() - self._asked
         return events
 
     def end(self) -> None:
@@ -393,11 +409,14 @@ def _together(
     with contextlib.ExitStack() as stack:
         engines: dict[str, Engine] = {}
         started: dict[str, list[dict[str, Any]]] = {}
-        for number, arm in enumerate(ARMS):
-            engines[arm] = engine = stack.enter_context(Engine(job, model, arguments, arm, folder / arm))
-            stack.callback(_keep_log, job, engine.log, number, arm)
-            started[arm] = engine.do("start")
-            say(f"{arm} engine up after {_startup_s(started[arm]):.0f} s")
+        for arms in [ARMS] if job.starts_at_once else [[arm] for arm in ARMS]:
+            for arm in arms:
+                engines[arm] = engine = stack.enter_context(Engine(job, model, arguments, arm, folder / arm))
+                stack.callback(_keep_log, job, engine.log, ARMS.index(arm), arm)
+                engine.ask("start")
+            for arm in arms:
+                started[arm] = engines[arm].answers()
+                say(f"{arm} engine up after {_startup_s(started[arm]):.0f} s")
         for pair in missing:
             runs = {arm: Run(job, started[arm], first=pair == missing[0]) for arm in job.order_of(pair)}
             if pair != missing[0]:
