@@ -257,6 +257,11 @@ class TritonExperts:"""
     assert fake_stack.states()["low_latency_assignment"] == "native"
 
 
+def test_other_vendors_gpus_are_unsupported(install, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "1.0")
+    assert states_of(install)["TritonExperts.apply"] == ("unsupported", "written for NVIDIA GPUs, not for ROCm")
+
+
 def test_a_kernel_that_needs_sorted_ids_is_unsupported(install):
     found = states_of(install, ("c, naive_block_assignment)", "c)"))
     assert found["TritonExperts.apply"] == ("unsupported", "this vLLM's Triton kernel needs sorted ids")

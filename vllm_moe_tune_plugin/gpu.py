@@ -10,6 +10,12 @@ import torch
 MEASURED_ON = (9, 0)
 
 
+def not_nvidia() -> str:
+    """Why what was written for NVIDIA GPUs stays away, empty where this torch may run on one, or on none (the interpreter)."""
+    others = {"ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
+    return next((f"written for NVIDIA GPUs, not for {name}" for name, version in others.items() if version is not None), "")
+
+
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability."""

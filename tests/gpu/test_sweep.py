@@ -54,6 +54,11 @@ def measured() -> list[Any]:
     return [(key, list(group)) for key, group in itertools.groupby(rows, lambda row: (row["shape"], row["dtype"]))]
 
 
+def test_what_was_measured() -> None:
+    names = {"qwen3-30b-a3b", "qwen3-next-80b-a3b", "qwen3.5-35b-a3b", "deepseek-v3-tp8", "gpt-oss-120b"}
+    assert {layer for layer, _ in measured()} == {(name, "bf16") for name in names} | {("qwen3-30b-a3b", "fp8-block")}
+
+
 @pytest.mark.parametrize(("layer", "rows"), measured(), ids=lambda value: "-".join(value) if isinstance(value, tuple) else "")
 def test_the_formula_loads_as_far_ahead_as_was_fastest(kernels: Any, layer: tuple[str, str], rows: list[Any]) -> None:  # noqa: F811
     shape = SHAPES[layer[0]]

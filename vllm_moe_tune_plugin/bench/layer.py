@@ -31,8 +31,8 @@ CACHES = 4
 MIN_CALLS, FEW_TOKENS = 16, 16
 #: Rounds of a row in one place: as many as fit its time, within these. Two samples of each arm a round.
 MIN_ROUNDS, MAX_ROUNDS = 6, 40
-#: Where a layer's scratch lies changes its time by up to 4 % for as long as it lies there: a row is measured with scratch in
-#: several places, one after the other.
+#: Where a layer's scratch lies changes its time for as long as it lies there (by up to 11 %): a row is measured with scratch
+#: in several places, one after the other.
 PLACEMENTS = 4
 #: Above this relative error an output is wrong. fp8 with quantised activations stays below 0.06, but for the one or two rows
 #: of a tiny shape, which scatter to 0.12; one expert of ten left out is 0.3.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -92,11 +93,11 @@ def climb(measure: Measure, start: dict[str, int], vector: int, seconds: float) 
     deadline = time.monotonic() + seconds
     first = shortest = measure(None)
     best: dict[str, int] | None = None
-    tried = {tuple(start.items())}
+    tried: set[tuple[tuple[str, int], ...]] = set()
     moved = True
     while moved:
         moved = False
-        for candidate in neighbours(best or start, vector):
+        for candidate in itertools.chain([start], neighbours(best or start, vector)):
             if time.monotonic() >= deadline:
                 break
             if tuple(candidate.items()) in tried:
@@ -106,7 +107,7 @@ def climb(measure: Measure, start: dict[str, int], vector: int, seconds: float) 
             if took < GAIN * shortest:
                 best, shortest, moved = candidate, took, True
                 break
-    return best, first / shortest, len(tried)
+    return best, first / shortest if best else 1.0, len(tried)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,18 +1,18 @@
 """assignment_cost: few tokens of large experts are sorted after all, where that is cheaper than reading weights again.
 
 What: vLLM has two ways to share (token, expert) pairs out to the blocks of its Triton kernel: sorted by expert
-(``moe_align_block_size``, about 5 us a layer), or unsorted, a block for each pair, which reads an expert's weights again for
+(``moe_align_block_size``, 4 to 6 us a layer), or unsorted, a block for each pair, which reads an expert's weights again for
 each further token that chose it. vLLM goes unsorted up to ``tokens * top_k * 4 <= experts``, however large an expert is.
 
 How: with uniform routing ``tokens`` tokens choose ``E * (1 - (1 - top_k / E) ** tokens)`` different experts, and what is more
-in pairs is read again. That takes as long as sorting at about 40 MB (5 us at 8 TB/s, about what the L2 cache of an H200 holds
-and gives): beyond that the call is sorted, as vLLM itself sorts larger batches.
+in pairs is read again. 40 MB of it take about as long as sorting: beyond that the call is sorted, as vLLM itself sorts larger
+batches.
 
 Measured on an H200, layers of nine models in bf16 and in fp8 blocks, 1 to 16 tokens (``tests/gpu/results/assignment``): where
 vLLM's rule goes unsorted it is up to 7.5 % slower than the better way (gpt-oss-120b, 8 tokens), with the bytes in mind up to
 1.6 % (deepseek-v3-tp8, bf16, 8 tokens); on average over all rows 0.23 % and 0.04 %. The other direction, unsorted where vLLM
-sorts, has nothing to win: up to 40 MB that is one row, which loses 1.5 % (qwen3-30b-a3b, fp8, 6 tokens), and the only row
-that would win, 3.3 % with 47 MB, lies between rows that lose (qwen3.5-35b-a3b, fp8, 12 tokens). So it only ever sorts more.
+sorts, has nothing to win: up to 40 MB that is one row, which loses 1.5 % (qwen3-30b-a3b, fp8, 6 tokens), and of the rows with
+more only one would win (qwen3.5-35b-a3b, fp8, 12 tokens: 3.3 % with 47 MB). So it only ever sorts more.
 
 Where it shows: on Hopper, where it was measured, up to the 16 tokens that were; all else keeps vLLM's rule. Most calls with so
 few tokens are decode_kernel's, which is faster than both: what is left are those it does not serve (LoRA, a clamp in the
@@ -90,10 +90,8 @@ def is_cheaper_sorted(topk_ids: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor
     """Whether sorting a call's pairs costs less than reading weights again, on a GPU on which that was measured."""
     num_tokens, top_k = topk_ids.shape
     num_experts = w1.size(0)
-    if num_tokens > MOST_TOKENS:
-        return False
     repeated = repeated_bytes(num_tokens, top_k, num_experts, (w1.nbytes + w2.nbytes) / num_experts)
-    return repeated > BREAK_EVEN and gpu.capability(w1.device) == gpu.MEASURED_ON
+    return repeated > BREAK_EVEN and num_tokens <= MOST_TOKENS and gpu.capability(w1.device) == gpu.MEASURED_ON
 
 
 def _why_not(prepare: Any) -> str:
@@ -110,6 +108,8 @@ def _why_not(prepare: Any) -> str:
 
 def _decide_apply(function: Any) -> Advice | Verdict:
     names = function_names(function)
+    if gpu.not_nvidia():
+        return unsupported(gpu.not_nvidia())
     if PREPARE not in names:
         if ALIGN in names:
             return native("low_latency_assignment asks the same")
@@ -120,8 +120,11 @@ def _decide_apply(function: Any) -> Advice | Verdict:
     ids, first, second = (Argument(function, name) for name in ("topk_ids", "w1", "w2"))
 
     def ids_to_sort(_: Any, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
-        topk_ids, w1 = ids.get(args, kwargs), first.get(args, kwargs)
+        topk_ids = ids.get(args, kwargs)
         # What is cheap to ask comes first: outside CUDA graphs every layer asks it, with any number of tokens.
+        if topk_ids.size(0) > MOST_TOKENS:
+            return None
+        w1 = first.get(args, kwargs)
         if not is_sparse(topk_ids.numel(), w1.size(0)):
             return None
         return topk_ids if is_cheaper_sorted(topk_ids, w1, second.get(args, kwargs)) else None

@@ -278,8 +278,8 @@ def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict
     told: set[str] = set()
 
     def decide(function: Any) -> Advice | Verdict:
-        if torch.version.hip is not None:
-            return unsupported("written for NVIDIA GPUs")
+        if gpu.not_nvidia():
+            return unsupported(gpu.not_nvidia())
         if os.environ.get("VLLM_BATCH_INVARIANT", "0").strip() not in ("", "0"):
             return unsupported("VLLM_BATCH_INVARIANT asks for results that do not depend on the batch size")
         module = sys.modules[target.partition(":")[0]]

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 
+from vllm_moe_tune_plugin import gpu
 from vllm_moe_tune_plugin.patching import (
     STOCK,
     Advice,
@@ -81,6 +82,8 @@ def _native_or_unsupported(function: Any) -> Verdict | None:
     names = function_names(function)
     if UPSTREAM in names:
         return native("vLLM does it")
+    if gpu.not_nvidia():
+        return unsupported(gpu.not_nvidia())
     if ALIGN not in names:
         return unsupported("this vLLM assigns experts in another way")
     kernel = getattr(sys.modules[f"{FUSED_MOE}.fused_moe"], "fused_moe_kernel", None)
