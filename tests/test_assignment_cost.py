@@ -375,6 +375,15 @@ def test_a_vllm_that_assigns_in_another_way(serve: Serve, old: str, new: str, re
     assert reason in why
 
 
+@pytest.mark.parametrize(("vendor", "name"), [("hip", "ROCm"), ("xpu", "XPU")])
+def test_not_for_other_vendors_gpus(serve: Serve, monkeypatch: pytest.MonkeyPatch, vendor: str, name: str) -> None:
+    """Some of which call themselves CUDA devices of Hopper's compute capability."""
+    monkeypatch.setattr(torch.version, vendor, "1.0", raising=False)
+    assert serve()(ids(4), COSTLY)[0] is None
+    states = {record.name: (str(record.state), record.patches[0].reason) for record in plugin.records()}
+    assert states == dict.fromkeys(ORDER, ("unsupported", f"written for NVIDIA GPUs, not for {name}"))
+
+
 FOREIGN = """
 import functools
 
@@ -385,15 +394,6 @@ def traced(*args, **kwargs):
 _stock, _prepare_expert_assignment = _prepare_expert_assignment, traced
 
 class TritonExperts:"""
-
-
-@pytest.mark.parametrize(("vendor", "name"), [("hip", "ROCm"), ("xpu", "XPU")])
-def test_not_for_other_vendors_gpus(serve: Serve, monkeypatch: pytest.MonkeyPatch, vendor: str, name: str) -> None:
-    """Some of which call themselves CUDA devices of Hopper's compute capability."""
-    monkeypatch.setattr(torch.version, vendor, "1.0", raising=False)
-    assert serve()(ids(4), COSTLY)[0] is None
-    states = {record.name: (str(record.state), record.patches[0].reason) for record in plugin.records()}
-    assert states == dict.fromkeys(ORDER, ("unsupported", f"written for NVIDIA GPUs, not for {name}"))
 
 
 def test_below_another_plugins_wrapper_it_is_unsupported(serve: Serve) -> None:

@@ -22,6 +22,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else MEASURED_ON
 
 
+def has_pdl(device: torch.device) -> bool:
+    """Whether kernels can be launched with programmatic dependent launch: compute capability 9.0 and later."""
+    return device.type == "cuda" and capability(device) >= (9, 0)
+
+
 @functools.cache
 def name(device: torch.device) -> str:
     """By which the results of a search are kept."""

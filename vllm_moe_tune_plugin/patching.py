@@ -274,6 +274,11 @@ def without_ours(function: Any) -> Any:
     return function
 
 
+def is_foreign(function: Any, home: str) -> bool:
+    """Whether something else wrapped or replaced what should be a function of the package ``home``."""
+    return hasattr(function, "__wrapped__") or (getattr(function, "__module__", None) or "").partition(".")[0] != home
+
+
 def _relink(outer: Any, ours: _Wrapper, inner: Any) -> bool:
     """Take ``ours`` out of the foreign wrappers that begin at ``outer``, wherever they hold it; whether any did.
 

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_moe_tune_plugin import fresh, plugin, register, status, tactics, unregister
+from vllm_moe_tune_plugin import fresh, gpu, plugin, register, status, tactics, unregister
 from vllm_moe_tune_plugin.bench import experts
 from vllm_moe_tune_plugin.bench import layer as bench
 from vllm_moe_tune_plugin.bench.experts import Layer, Weights
@@ -122,7 +122,7 @@ def _layers() -> Iterator[Check]:
     # 16 experts of two each: sorting is skipped up to 2 tokens, the decode kernel takes up to 4.
     shape = Shape("selftest", num_experts=16, top_k=2, intermediate=64, hidden=96)
     rows = compare(shape, ("bf16", "fp16"), (1, 2, 3, 5), machine)
-    if machine.device.type == "cpu" or torch.cuda.get_device_capability(machine.device) >= (8, 9):
+    if gpu.capability(machine.device) >= (8, 9):
         blocks = dataclasses.replace(shape, intermediate=BLOCK, hidden=BLOCK)
         rows = itertools.chain(rows, compare(blocks, ("fp8-block",), (1, 3, 5), machine))
     for row in rows:

@@ -43,7 +43,8 @@ def main(request_file: str, events_file: str) -> None:
         for line in sys.stdin:
             match line.split():
                 case ["start"]:
-                    meet(counter, tuned)
+                    if "FAKE_DRIVER_MEETS" in os.environ:
+                        meet(counter, tuned, float(os.environ["FAKE_DRIVER_MEETS"]))
                     leave(tuned, rank)
                     tell(event="started", seconds=30.0 + run, kv_cache_tokens=1000)
                 case ["latency", words]:
@@ -61,12 +62,12 @@ def main(request_file: str, events_file: str) -> None:
     leave(tuned, rank)
 
 
-def meet(counter: Path, tuned: bool) -> None:
+def meet(counter: Path, tuned: bool, seconds: float) -> None:
     """Wait for the other arm's engine to start."""
     own, other = (counter.with_suffix(f".{arm}") for arm in (tuned, not tuned))
     own.touch()
-    deadline = time.monotonic() + float(os.environ.get("FAKE_DRIVER_MEETS", "inf"))
-    while "FAKE_DRIVER_MEETS" in os.environ and not other.exists():
+    deadline = time.monotonic() + seconds
+    while not other.exists():
         if time.monotonic() > deadline:
             print("ValueError: the other engine did not start meanwhile")
             sys.exit(1)

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_moe_tune_plugin.bench import engine, layer, schema, stats
 from vllm_moe_tune_plugin.bench.shapes import SHAPES, Shape
+from vllm_moe_tune_plugin.tunings.assignment_cost import distinct_experts
 
 BANDWIDTH = 4e12
 ENVIRONMENT = {
@@ -49,7 +50,7 @@ def layer_results(
         if problem:
             rows.append(row | {"status": "unsupported", "reason": problem})
             continue
-        distinct = shape.num_experts * (1 - (1 - shape.top_k / shape.num_experts) ** count)
+        distinct = distinct_experts(count, shape.top_k, shape.num_experts)
         moved = distinct * shape.expert_bytes(key["dtype"]) + shape.activation_bytes(count)
         limit = moved / BANDWIDTH * 1e6
         slow = {"stock": 1.25 * limit + 12, "control": 1.25 * limit + 12, "tuned": 1.2 * limit + 12 - 4 / count**0.5}

@@ -20,6 +20,7 @@ from vllm_moe_tune_plugin.bench import layer, search
 from vllm_moe_tune_plugin.bench.experts import Layer
 from vllm_moe_tune_plugin.bench.layer import Machine
 from vllm_moe_tune_plugin.bench.shapes import Shape
+from vllm_moe_tune_plugin.tunings.assignment_cost import distinct_experts
 
 UP, DOWN = "_gate_up_kernel", "_down_kernel"
 
@@ -34,11 +35,6 @@ class NoLaunch:
 def without(kernel: str) -> AbstractContextManager[Any]:
     """One of the two is not launched."""
     return mock.patch.object(importlib.import_module("vllm_moe_tune_plugin.kernels.decode_moe"), kernel, NoLaunch())
-
-
-def distinct_experts(shape: Shape, tokens: int) -> float:
-    """How many experts are expected to be chosen by that many tokens, each by uniform routing."""
-    return float(shape.num_experts * (1 - (1 - shape.top_k / shape.num_experts) ** tokens))
 
 
 def alone(layers: Sequence[Layer], dtype: str, machine: Machine, tokens: int) -> search.Measure:
@@ -58,7 +54,7 @@ def account(
         for name, context in (("gate_up", without(DOWN)), ("down", without(UP)), ("both", nullcontext())):
             with context:
                 took[name] = round(measure(None), 2)
-        both = distinct_experts(shape, count) * shape.expert_bytes(dtype) / bandwidth * 1e6
+        both = distinct_experts(count, shape.top_k, shape.num_experts) * shape.expert_bytes(dtype) / bandwidth * 1e6
         limit = {"gate_up": round(both * 2 / 3, 2), "down": round(both / 3, 2), "both": round(both, 2)}
         row = {
             "shape": shape.name,

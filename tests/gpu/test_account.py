@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from test_decode_moe import draw, kernels, run  # noqa: F401  (kernels is a fixture)
 
 from vllm_moe_tune_plugin.bench.shapes import Shape, draw_routing
+from vllm_moe_tune_plugin.tunings.assignment_cost import distinct_experts
 
 
 @pytest.mark.parametrize("kernel", [account.UP, account.DOWN])
@@ -25,14 +26,13 @@ def test_a_kernel_that_is_left_out_writes_nothing(kernels: Any, kernel: str) -> 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.integers(1, 64))
 def test_distinct_experts(top_k: int, times: int, tokens: int) -> None:
-    shape = Shape("any", top_k * times, top_k, 1, 1)
-    expected = account.distinct_experts(shape, tokens)
-    assert top_k - 1e-6 <= expected <= min(shape.num_experts, top_k * tokens) + 1e-6
-    assert account.distinct_experts(shape, 1) == pytest.approx(top_k)
+    expected = distinct_experts(tokens, top_k, top_k * times)
+    assert top_k - 1e-6 <= expected <= min(top_k * times, top_k * tokens) + 1e-6
+    assert distinct_experts(1, top_k, top_k * times) == pytest.approx(top_k)
 
 
 def test_distinct_experts_are_those_that_are_drawn() -> None:
     shape = Shape("any", 32, 4, 1, 1)
     ids, _ = draw_routing(shape, "uniform", 2000, 8, torch.device("cpu"))
     drawn = sum(len(set(call.flatten().tolist())) for call in ids) / 2000
-    assert account.distinct_experts(shape, 8) == pytest.approx(drawn, rel=0.01)
+    assert distinct_experts(8, 4, 32) == pytest.approx(drawn, rel=0.01)

@@ -207,7 +207,7 @@ def kernels_alone(
         scratch = torch.empty(tokens * shape.top_k * shape.intermediate, dtype=out.dtype, device=device)
         inputs.append((x, x_scale, ids, weights, out, scratch))
     activation, interleaved = ACTIVATIONS[shape.activation]
-    pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    pdl = gpu.has_pdl(device)
 
     def run(given: Sequence[Any], tiles: Any) -> list[Any]:
         x, x_scale, ids, weights, out, scratch = given

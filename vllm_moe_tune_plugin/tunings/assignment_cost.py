@@ -42,12 +42,14 @@ from vllm_moe_tune_plugin.patching import (
     Replace,
     Verdict,
     Within,
+    is_foreign,
     native,
     unsupported,
     without_ours,
 )
 from vllm_moe_tune_plugin.settings import Settings
 from vllm_moe_tune_plugin.stack import Argument, first_existing, function_names
+from vllm_moe_tune_plugin.tunings.decode_kernel import expert_bytes
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 ALIGN = "moe_align_block_size"
@@ -80,24 +82,28 @@ def is_sparse(pairs: int, num_experts: int) -> bool:
     return pairs * SPARSITY <= num_experts
 
 
+def distinct_experts(num_tokens: int, top_k: int, num_experts: int) -> float:
+    """How many experts are expected to be chosen by that many tokens, with uniform routing."""
+    return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
+
+
 def repeated_bytes(num_tokens: int, top_k: int, num_experts: int, expert_bytes: float) -> float:
     """What a block for each pair is expected to read again, with uniform routing."""
-    distinct = num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
-    return (num_tokens * top_k - distinct) * expert_bytes
+    return (num_tokens * top_k - distinct_experts(num_tokens, top_k, num_experts)) * expert_bytes
 
 
 def is_cheaper_sorted(topk_ids: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> bool:
     """Whether sorting a call's pairs costs less than reading weights again, on a GPU on which that was measured."""
     num_tokens, top_k = topk_ids.shape
     num_experts = w1.size(0)
-    repeated = repeated_bytes(num_tokens, top_k, num_experts, (w1.nbytes + w2.nbytes) / num_experts)
+    repeated = repeated_bytes(num_tokens, top_k, num_experts, expert_bytes(w1, w2))
     return repeated > BREAK_EVEN and num_tokens <= MOST_TOKENS and gpu.capability(w1.device) == gpu.MEASURED_ON
 
 
 def _why_not(prepare: Any) -> str:
     """Why an answer cannot be given in this function's place, empty where it can."""
     stock = without_ours(prepare)
-    if hasattr(stock, "__wrapped__") or not getattr(stock, "__module__", "").startswith("vllm."):
+    if is_foreign(stock, "vllm"):
         return f"{PREPARE} is not vLLM's own: something else wrapped or replaced it"
     if ALIGN not in function_names(stock):
         return "this vLLM sorts in another way"
@@ -108,23 +114,19 @@ def _why_not(prepare: Any) -> str:
 
 def _decide_apply(function: Any) -> Advice | Verdict:
     names = function_names(function)
-    if gpu.not_nvidia():
-        return unsupported(gpu.not_nvidia())
+    if why := gpu.not_nvidia():
+        return unsupported(why)
     if PREPARE not in names:
         if ALIGN in names:
             return native("low_latency_assignment asks the same")
         return unsupported("this vLLM assigns experts in another way")
-    why = _why_not(inspect.unwrap(function).__globals__.get(PREPARE))
-    if why:
+    if why := _why_not(inspect.unwrap(function).__globals__.get(PREPARE)):
         return unsupported(why)
     ids, first, second = (Argument(function, name) for name in ("topk_ids", "w1", "w2"))
 
     def ids_to_sort(_: Any, args: Args, kwargs: Kwargs) -> torch.Tensor | None:
-        topk_ids = ids.get(args, kwargs)
+        topk_ids, w1 = ids.get(args, kwargs), first.get(args, kwargs)
         # What is cheap to ask comes first: outside CUDA graphs every layer asks it, with any number of tokens.
-        if topk_ids.size(0) > MOST_TOKENS:
-            return None
-        w1 = first.get(args, kwargs)
         if not is_sparse(topk_ids.numel(), w1.size(0)):
             return None
         return topk_ids if is_cheaper_sorted(topk_ids, w1, second.get(args, kwargs)) else None
@@ -133,8 +135,7 @@ def _decide_apply(function: Any) -> Advice | Verdict:
 
 
 def _decide_prepare(function: Any) -> Advice | Verdict:
-    why = _why_not(function)
-    if why:
+    if why := _why_not(function):
         return unsupported(why)
     ids, config, num_experts, expert_map, ignore = (Argument(function, name) for name in _PARAMETERS)
     # Looked up at each call, as the stock function does: it may be wrapped.

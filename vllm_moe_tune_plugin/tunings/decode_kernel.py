@@ -31,7 +31,18 @@ import torch
 from vllm_moe_tune_plugin import gpu, tuned_tiles
 from vllm_moe_tune_plugin.kernels import scales
 from vllm_moe_tune_plugin.kernels.scales import Scale
-from vllm_moe_tune_plugin.patching import STOCK, Advice, Args, Kwargs, Patch, Replace, Verdict, unsupported, without_ours
+from vllm_moe_tune_plugin.patching import (
+    STOCK,
+    Advice,
+    Args,
+    Kwargs,
+    Patch,
+    Replace,
+    Verdict,
+    is_foreign,
+    unsupported,
+    without_ours,
+)
 from vllm_moe_tune_plugin.settings import Settings
 from vllm_moe_tune_plugin.stack import Argument, first_existing
 from vllm_moe_tune_plugin.tuned_tiles import Entry, Problem
@@ -263,7 +274,7 @@ def _why_foreign(stock_class: type, function: Any) -> str:
     stock = without_ours(function)
     home = stock_class.__module__.partition(".")[0]
     for name, step in {"apply": stock, **_steps(stock_class)}.items():
-        if hasattr(step, "__wrapped__") or step.__module__.partition(".")[0] != home:
+        if is_foreign(step, home):
             return f"TritonExperts.{name} is not vLLM's own: something else wrapped or replaced it"
     unknown = inspect.signature(stock).parameters.keys() - {"self", *_PARAMETERS, *_WITHOUT_MEANING}
     return f"this vLLM's TritonExperts.apply also takes {', '.join(sorted(unknown))}" if unknown else ""
@@ -278,8 +289,8 @@ def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict
     told: set[str] = set()
 
     def decide(function: Any) -> Advice | Verdict:
-        if gpu.not_nvidia():
-            return unsupported(gpu.not_nvidia())
+        if why := gpu.not_nvidia():
+            return unsupported(why)
         if os.environ.get("VLLM_BATCH_INVARIANT", "0").strip() not in ("", "0"):
             return unsupported("VLLM_BATCH_INVARIANT asks for results that do not depend on the batch size")
         module = sys.modules[target.partition(":")[0]]
@@ -299,7 +310,7 @@ def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict
                 return 0, why, None
             device, problem = call.w1.device, _problem(experts, call)
             found = tuned_tiles.look_up(folder, gpu.name(device), problem)
-            return *reach(problem, _expert_bytes(call), gpu.capability(device), found, decode_tokens), found
+            return *reach(problem, expert_bytes(call.w1, call.w2), gpu.capability(device), found, decode_tokens), found
 
         def instead(experts: Any, args: Args, kwargs: Kwargs) -> Any:
             tokens = ids.get(args, kwargs).size(0)
@@ -330,8 +341,9 @@ def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict
     return decide
 
 
-def _expert_bytes(call: Call) -> int:
-    return int((call.w1.numel() + call.w2.numel()) // call.w1.size(0) * call.w1.element_size())
+def expert_bytes(w1: torch.Tensor, w2: torch.Tensor) -> int:
+    """Bytes of one expert's weights."""
+    return int((w1.nbytes + w2.nbytes) // w1.size(0))
 
 
 def _problem(experts: Any, call: Call) -> Problem:
@@ -367,7 +379,7 @@ def _run(experts: Any, call: Call, found: Entry | None) -> None:
         interleaved=interleaved,
         alpha=SWIGLUOAI_ALPHA,
         limit=SWIGLUOAI_LIMIT,
-        pdl=device.type == "cuda" and gpu.capability(device) >= (9, 0),
+        pdl=gpu.has_pdl(device),
         tiles=None if found is None or found.tiles is None else Tiles(**found.tiles),
     )
 

@@ -74,8 +74,8 @@ class Kept:
         self._most = 0  # ids of any answer that is kept
 
     def decide(self, function: Any) -> Advice | Verdict:
-        if gpu.not_nvidia():
-            return unsupported(gpu.not_nvidia())
+        if why := gpu.not_nvidia():
+            return unsupported(why)
         if "full" not in function_names(function):
             return unsupported("this vLLM makes no count there")
         ids = Argument(function, "topk_ids")

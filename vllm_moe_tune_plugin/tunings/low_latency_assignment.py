@@ -51,11 +51,9 @@ from vllm_moe_tune_plugin.patching import (
 )
 from vllm_moe_tune_plugin.settings import Settings
 from vllm_moe_tune_plugin.stack import Argument, first_existing, function_names
-from vllm_moe_tune_plugin.tunings.assignment_cost import is_cheaper_sorted, is_sparse
+from vllm_moe_tune_plugin.tunings.assignment_cost import ALIGN, PREPARE, is_cheaper_sorted, is_sparse
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
-ALIGN = "moe_align_block_size"
-UPSTREAM = "_prepare_expert_assignment"
 
 # The ids of the TritonExperts.apply call in progress that may go unsorted; None: there is none.
 _unsorted_ids: contextvars.ContextVar[torch.Tensor | None] = contextvars.ContextVar("moe_tune_unsorted_ids", default=None)
@@ -80,10 +78,10 @@ class Counts:
 
 def _native_or_unsupported(function: Any) -> Verdict | None:
     names = function_names(function)
-    if UPSTREAM in names:
+    if PREPARE in names:
         return native("vLLM does it")
-    if gpu.not_nvidia():
-        return unsupported(gpu.not_nvidia())
+    if why := gpu.not_nvidia():
+        return unsupported(why)
     if ALIGN not in names:
         return unsupported("this vLLM assigns experts in another way")
     kernel = getattr(sys.modules[f"{FUSED_MOE}.fused_moe"], "fused_moe_kernel", None)
@@ -140,7 +138,7 @@ def _decide_align(function: Any) -> Advice | Verdict:
 def _decide_functional(function: Any) -> Verdict:
     names = function_names(function)
     code = getattr(function, "__code__", None)
-    if UPSTREAM in names or "naive_block_assignment" in getattr(code, "co_varnames", ()):
+    if PREPARE in names or "naive_block_assignment" in getattr(code, "co_varnames", ()):
         return native("vLLM does it")
     return unsupported("this vLLM always sorts there")
 
