@@ -299,6 +299,23 @@ def test_an_expert_map_alone(kernels: Any) -> None:
     check(kernels, draw(5, 40, 24, mapped=True))
 
 
+@pytest.mark.parametrize("local", [0, 1, 3])
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+def test_a_ranks_share_of_the_pairs_may_be_any(kernels: Any, tokens: int, local: int) -> None:
+    """The first kernel has programs for a quarter of the pairs here: they share out as many as there are, up to all."""
+    problem = draw(tokens, 40, 24, experts=4, top_k=3)
+    problem.expert_map = torch.full((16,), -1, dtype=torch.int32)
+    problem.expert_map[torch.randperm(16)[:4]] = torch.randperm(4, dtype=torch.int32)
+    here, elsewhere = ((problem.expert_map >= 0) == own for own in (True, False))
+    rows = []
+    for _ in range(tokens):
+        mine, others = (which.nonzero().flatten() for which in (here, elsewhere))
+        chosen = torch.cat([mine[torch.randperm(4)[:local]], others[torch.randperm(12)[: 3 - local]]])
+        rows.append(chosen[torch.randperm(3)])
+    problem.ids = torch.stack(rows).to(problem.ids.dtype)
+    check(kernels, problem)
+
+
 def test_many_experts_for_one_token(kernels: Any) -> None:
     check(kernels, draw(1, 32, 520, experts=12, top_k=10), coarse(kernels, 32, 520, 4, top_k=10))
 
@@ -328,11 +345,11 @@ def by_formula(kernels: Any) -> Any:
     return kernels.choose_tiles
 
 
-@given(*FORMULA, st.integers(1, 16), st.sampled_from([78, 132]))
+@given(*FORMULA, st.integers(1, 16), st.sampled_from([78, 132]), st.none() | st.integers(1, 256))
 def test_tiles_by_formula_fit(
-    by_formula: Any, hidden: int, inner: int, top_k: int, weight_bytes: int, tokens: int, sms: int
+    by_formula: Any, hidden: int, inner: int, top_k: int, weight_bytes: int, tokens: int, sms: int, expected: int | None
 ) -> None:
-    tiles = by_formula(hidden, inner, top_k, weight_bytes, tokens, sms)
+    tiles = by_formula(hidden, inner, top_k, weight_bytes, tokens, sms, expected)
     for columns, warps in ((tiles.up_columns, tiles.up_warps), (tiles.down_columns, tiles.down_warps)):
         assert columns & (columns - 1) == 0
         assert warps in (1, 2, 4, 8)
@@ -349,6 +366,16 @@ def test_the_number_of_tokens_changes_no_sum(
     one, few = (by_formula(hidden, inner, top_k, weight_bytes, *more) for more in ((1, 132), (tokens, 78)))
     assert dataclasses.replace(one, down_ahead=few.down_ahead) == few
     assert few.down_ahead <= one.down_ahead
+
+
+@given(*FORMULA, st.integers(1, 16), st.integers(1, 256))
+def test_nor_does_it_on_one_of_many_ranks(
+    by_formula: Any, hidden: int, inner: int, top_k: int, weight_bytes: int, tokens: int, expected: int
+) -> None:
+    """There rows follow the tokens as well, each of which is a sum of its own."""
+    one, few = (by_formula(hidden, inner, top_k, weight_bytes, *more) for more in ((1, 132, 1), (tokens, 78, expected)))
+    rows = {"up_rows": few.up_rows, "down_rows": few.down_rows}
+    assert dataclasses.replace(one, down_ahead=few.down_ahead, **rows) == few
 
 
 # --- when

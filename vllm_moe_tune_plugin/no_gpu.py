@@ -126,7 +126,7 @@ def coarsen_tiles() -> None:
 
     by_formula = decode_moe.choose_tiles
 
-    def choose_tiles(*args: int) -> Tiles:
+    def choose_tiles(*args: Any) -> Tiles:
         return with_more_rows(by_formula(*args))
 
     module: Any = decode_moe
@@ -134,11 +134,12 @@ def coarsen_tiles() -> None:
 
 
 def repair_interpreter() -> None:
-    """Fill three gaps of Triton's interpreter (3.6 to 3.9), and halve its time.
+    """Fill four gaps of Triton's interpreter (3.6 to 3.9), and halve its time.
 
     PDL intrinsics have no CPU meaning; `tl.dot` multiplies bf16 operands as raw integers; a cast to bf16 cuts the lower
-    bits off, where a GPU rounds to nearest even. And each call of a function inside a kernel looks all of `triton.language`
-    through for what to replace, although the kernel's own call has replaced it.
+    bits off, where a GPU rounds to nearest even; a bound of a loop is an array of one number, which NumPy 2.4 takes for none.
+    And each call of a function inside a kernel looks all of `triton.language` through for what to replace, although the
+    kernel's own call has replaced it.
     """
     import triton.language as tl
     from triton.language.extra import cuda as tl_cuda
@@ -186,6 +187,13 @@ def repair_interpreter() -> None:
             return patch_lang(fn) if stock or not seen else interpreter._LangPatchScope()
 
         interpreter._patch_lang = patch_lang_once
+        patch_tensor = interpreter._patch_lang_tensor
+
+        def patch_tensor_bounds(tensor: Any, scope: Any) -> None:
+            patch_tensor(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+        interpreter._patch_lang_tensor = patch_tensor_bounds
 
 
 # -------------------------------------------------------------------------------------------------------- compiled ops

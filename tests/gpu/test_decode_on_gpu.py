@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -48,6 +49,27 @@ def test_fp8(hidden: int, inner: int, block: list[int] | None, channels: bool) -
 
     more = {"mapped": True, "absent": 0.2, "experts": 16, "top_k": 8}
     run_fp8(decode_moe, hidden, inner, block, channels, device="cuda", pdl=PDL, allowed=1e-4, **more)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_shared_out(shape: str, tokens: int, ranks: int) -> None:
+    """Each rank's part against float64, also where all pairs are its own, and the same bits however many rows a tile has."""
+    from vllm_moe_tune_plugin.kernels import decode_moe
+
+    hidden, inner, top_k = SHAPES[shape]
+    problem = draw(tokens, hidden, inner, dtype=torch.bfloat16, experts=16, top_k=top_k)
+    tiles = decode_moe.choose_tiles(hidden, inner, top_k, 2, tokens, 132, 1)
+    problem.expert_map = torch.full((16 * ranks,), -1, dtype=torch.int32)
+    problem.expert_map[:16] = torch.randperm(16, dtype=torch.int32)
+    for everywhere in (16, 16 * ranks):
+        problem.ids = torch.stack([torch.randperm(everywhere)[:top_k] for _ in range(tokens)]).int()
+        expected, own = reference(problem), run(problem)
+        assert float((own.double() - expected).norm()) <= 5e-3 * float(expected.norm())
+        for rows in (1, 2, 4):
+            other = dataclasses.replace(tiles, up_rows=rows, down_rows=rows, down_ahead=rows)
+            assert torch.equal(run_kernels(decode_moe, problem, other, device="cuda", pdl=PDL), own)
 
 
 def test_the_same_bits_every_time() -> None:

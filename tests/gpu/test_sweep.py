@@ -32,8 +32,13 @@ def test_the_best_of_one_kernel_is_kept_for_the_other(monkeypatch: pytest.Monkey
         # The fewer rows the better, and of those the more tiles ahead.
         return float(tiles["down_rows"] * 1000 - tiles["down_ahead"] + tiles["up_rows"])
 
-    weights = SimpleNamespace(w1=torch.empty(0, dtype=torch.bfloat16))
-    monkeypatch.setattr(layer, "make_layers", lambda layers, *_: layers.append(SimpleNamespace(weights=weights)))
+    own = SHAPES[shape]
+    weights = SimpleNamespace(
+        w1=torch.empty(1, 2 * own.intermediate, own.hidden, dtype=torch.bfloat16, device="meta"),
+        w2=torch.empty(1, own.hidden, own.intermediate, dtype=torch.bfloat16, device="meta"),
+    )
+    held = SimpleNamespace(weights=weights, expert_map=None, shape=own)
+    monkeypatch.setattr(layer, "make_layers", lambda layers, *_: layers.append(held))
     monkeypatch.setattr(search, "kernels_alone", lambda *_: measure)
     machine: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
     rows = [row for row, _ in sweep.sweep(machine, SHAPES[shape], "bf16", [1, 2], 1.0)]

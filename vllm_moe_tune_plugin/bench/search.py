@@ -145,7 +145,7 @@ def search(shape: Shape, dtype: str, ep: int, machine: Machine, plan: Plan, say:
             raise BenchError(f"{shape.name} in {dtype}: {made['reason']}")
         measure = kernels_alone(layers, dtype, machine, plan, say)
         vector = 16 // layers[0].weights.w1.element_size()
-        best, speed_up, tried = climb(measure, formula(shape, layers, plan.compared[-1]), vector, plan.seconds)
+        best, speed_up, tried = climb(measure, formula(layers, plan.compared[-1]), vector, plan.seconds)
 
         rows = []
         with tuned_tiles.trial(Entry(MOST_TOKENS, best)):
@@ -171,15 +171,12 @@ def window(rows: Sequence[dict[str, Any]]) -> int:
     return tokens
 
 
-def formula(shape: Shape, layers: Sequence[experts.Layer], tokens: int) -> dict[str, int]:
+def formula(layers: Sequence[experts.Layer], tokens: int) -> dict[str, int]:
     """The tiles that the kernels take for that many tokens where nothing was searched."""
-    from vllm_moe_tune_plugin.kernels.decode_moe import choose_tiles
+    from vllm_moe_tune_plugin.kernels.decode_moe import tiles_of
 
-    w1 = layers[0].weights.w1
-    tiles = choose_tiles(
-        shape.hidden, shape.intermediate, shape.top_k, w1.element_size(), tokens, gpu.multiprocessors(w1.device)
-    )
-    return dataclasses.asdict(tiles)
+    held = layers[0]
+    return dataclasses.asdict(tiles_of(held.weights.w1, held.weights.w2, held.expert_map, tokens, held.shape.top_k))
 
 
 def kernels_alone(

@@ -29,18 +29,38 @@ from vllm_moe_tune_plugin.kernels.scales import Scale
 
 #: Warps that a multiprocessor holds even where each thread takes all the registers that it may (255 of 65536).
 ROOMY = 8
+#: Programs of the first kernel that a multiprocessor holds.
+RESIDENT = 16
+#: Pairs that a program of the first kernel looks through at least for those of this rank's experts.
+LEAST_PADDED = 128
 #: Scales that a thread of the second kernel keeps in registers while it waits for the first.
 MOST_SCALES_AHEAD = 32
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _local_expert(ids, expert_map, pair, HAS_MAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The pair's expert on this rank, negative where it has none."""
-    expert = tl.load(ids + pair).to(tl.int64)
+def _local_pairs(ids, expert_map, first, pairs, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which of ``pairs`` pairs from ``first`` on have an expert on this rank.
+
+    Returns each one's place among those, -1 for the others; its number and its local expert in one value; how many they are.
+    """
+    number = tl.arange(0, PADDED)
+    expert = tl.load(ids + first + number, mask=number < pairs, other=-1).to(tl.int64)
+    # A negative id must not wrap around to the map's last entry.
+    local = tl.load(expert_map + tl.maximum(expert, 0), mask=expert >= 0, other=-1).to(tl.int64)
+    is_local = (local >= 0).to(tl.int32)
+    place = tl.where(local >= 0, tl.cumsum(is_local, 0) - 1, -1)
+    return place, (local << 32) + first + number, tl.sum(is_local)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pair_at(ids, places, pairs, place, first, HAS_MAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The pair at a place and its expert on this rank, negative where it has none."""
     if HAS_MAP:
-        # A negative id must not wrap around to the map's last entry.
-        expert = tl.where(expert >= 0, tl.load(expert_map + tl.maximum(expert, 0)).to(tl.int64), -1)
-    return expert
+        # Beyond the last one it is nobody's: -1, the pair 2**32 - 1 of expert -1.
+        found = tl.max(tl.where(places == place, pairs, -1))
+        return found & 0xFFFFFFFF, found >> 32
+    pair = (first + place).to(tl.int64)
+    return pair, tl.load(ids + pair).to(tl.int64)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -62,7 +82,7 @@ def _activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):  # type: ignore
         return positive * positive
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["pairs"])  # type: ignore[untyped-decorator]
 def _gate_up_kernel(  # type: ignore[no-untyped-def]
     x,
     x_scale,
@@ -72,6 +92,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     ids,
     expert_map,
     h,
+    pairs,
     alpha,
     limit,
     x_stride,
@@ -95,99 +116,106 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     GROUP_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     VECTOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """h[pair, n] = activation(gate . x, up . x) for ROWS values of n of one (token, expert) pair."""
-    pair = tl.program_id(0)
+    """h[pair, n] = activation(gate . x, up . x) for ROWS values of n of one (token, expert) pair.
+
+    With an expert map there are programs for as many pairs as are expected on this rank. They share out those that are there.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert = _local_expert(ids, expert_map, pair, HAS_MAP)
-    if expert < 0:
-        return
-    token = pair // TOP_K
-    n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    in_n = n < N
-    # A row beyond the last reads the last one again: its load needs no mask, its result is not stored.
-    row = tl.minimum(n, N - 1)
-    gate_row = row * GATE_STEP
-    lane = tl.arange(0, COLUMNS // VECTOR)
-    column = lane[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    # Threads go along the columns of a row: a thread has VECTOR of them in each row.
-    gate_at = w1 + expert * w_expert + (gate_row.to(tl.int64) * w_row)[None, :, None] + column[:, None, :]
-    up_at = gate_at + UP_OFFSET * w_row
-    x_at = x + token * x_stride + column
+    places, found, turns = ids, ids, 1
+    if HAS_MAP:
+        places, found, count = _local_pairs(ids, expert_map, 0, pairs, PADDED)
+        turns = tl.cdiv(tl.maximum(count - tl.program_id(0), 0), tl.num_programs(0))
+    for turn in tl.range(0, turns, num_stages=1):
+        pair, expert = _pair_at(ids, places, found, tl.program_id(0) + turn * tl.num_programs(0), 0, HAS_MAP)
+        if expert >= 0:
+            token = pair // TOP_K
+            n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+            in_n = n < N
+            # A row beyond the last reads the last one again: its load needs no mask, its result is not stored.
+            row = tl.minimum(n, N - 1)
+            gate_row = row * GATE_STEP
+            lane = tl.arange(0, COLUMNS // VECTOR)
+            column = lane[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+            # Threads go along the columns of a row: a thread has VECTOR of them in each row.
+            gate_at = w1 + expert * w_expert + (gate_row.to(tl.int64) * w_row)[None, :, None] + column[:, None, :]
+            up_at = gate_at + UP_OFFSET * w_row
+            x_at = x + token * x_stride + column
 
-    # All scales are asked for before the first of them is needed: they come from memory, as the weights do.
-    gate_scales = ()
-    up_scales = ()
-    if X_SCALED == 2:
-        # ROWS divides GROUP_N: one row of scales serves all of the program's rows.
-        first = tl.program_id(1) * ROWS * GATE_STEP
-        for start in tl.static_range(0, K, COLUMNS):
-            # A thread's VECTOR values are in one group.
-            group = tl.minimum(start + lane * VECTOR, K - 1) // GROUP_K
-            scale_at = w1_scale + expert * w_scale_expert + group * w_scale_group
-            gate_scales = gate_scales + (tl.load(scale_at + (first // GROUP_N) * w_scale_row),)  # type: ignore[assignment]  # noqa: RUF005
-            up_scales = up_scales + (tl.load(scale_at + ((first + UP_OFFSET) // GROUP_N) * w_scale_row),)  # type: ignore[assignment]  # noqa: RUF005
+            # All scales are asked for before the first of them is needed: they come from memory, as the weights do.
+            gate_scales = ()
+            up_scales = ()
+            if X_SCALED == 2:
+                # ROWS divides GROUP_N: one row of scales serves all of the program's rows.
+                first = tl.program_id(1) * ROWS * GATE_STEP
+                for start in tl.static_range(0, K, COLUMNS):
+                    # A thread's VECTOR values are in one group.
+                    group = tl.minimum(start + lane * VECTOR, K - 1) // GROUP_K
+                    scale_at = w1_scale + expert * w_scale_expert + group * w_scale_group
+                    gate_scales = gate_scales + (tl.load(scale_at + (first // GROUP_N) * w_scale_row),)  # type: ignore[assignment]  # noqa: RUF005
+                    up_scales = up_scales + (tl.load(scale_at + ((first + UP_OFFSET) // GROUP_N) * w_scale_row),)  # type: ignore[assignment]  # noqa: RUF005
 
-    gate_sum = tl.zeros((COLUMNS // VECTOR, ROWS), tl.float32)
-    up_sum = tl.zeros((COLUMNS // VECTOR, ROWS), tl.float32)
-    for start in tl.static_range(0, K, COLUMNS):
-        if start + COLUMNS <= K:
-            gate = tl.load(gate_at + start, eviction_policy="evict_first")
-            if UP_OFFSET > 0:
-                up = tl.load(up_at + start, eviction_policy="evict_first")
-            values = tl.load(x_at + start).to(tl.float32)
-        else:
-            in_k = start + column < K
-            gate = tl.load(gate_at + start, mask=in_k[:, None, :], other=0.0, eviction_policy="evict_first")
-            if UP_OFFSET > 0:
-                up = tl.load(up_at + start, mask=in_k[:, None, :], other=0.0, eviction_policy="evict_first")
-            values = tl.load(x_at + start, mask=in_k, other=0.0).to(tl.float32)
-        gate_part = tl.sum(gate.to(tl.float32) * values[:, None, :], 2)
-        if UP_OFFSET > 0:
-            up_part = tl.sum(up.to(tl.float32) * values[:, None, :], 2)
-        if X_SCALED == 2:
-            group = tl.minimum(start + lane * VECTOR, K - 1) // GROUP_K
-            scale = tl.load(x_scale + token * x_scale_token + group * x_scale_group)
-            gate_part *= (scale * gate_scales[start // COLUMNS])[:, None]
-            if UP_OFFSET > 0:
-                up_part *= (scale * up_scales[start // COLUMNS])[:, None]
-        gate_sum += gate_part
-        if UP_OFFSET > 0:
-            up_sum += up_part
+            gate_sum = tl.zeros((COLUMNS // VECTOR, ROWS), tl.float32)
+            up_sum = tl.zeros((COLUMNS // VECTOR, ROWS), tl.float32)
+            for start in tl.static_range(0, K, COLUMNS):
+                if start + COLUMNS <= K:
+                    gate = tl.load(gate_at + start, eviction_policy="evict_first")
+                    if UP_OFFSET > 0:
+                        up = tl.load(up_at + start, eviction_policy="evict_first")
+                    values = tl.load(x_at + start).to(tl.float32)
+                else:
+                    in_k = start + column < K
+                    gate = tl.load(gate_at + start, mask=in_k[:, None, :], other=0.0, eviction_policy="evict_first")
+                    if UP_OFFSET > 0:
+                        up = tl.load(up_at + start, mask=in_k[:, None, :], other=0.0, eviction_policy="evict_first")
+                    values = tl.load(x_at + start, mask=in_k, other=0.0).to(tl.float32)
+                gate_part = tl.sum(gate.to(tl.float32) * values[:, None, :], 2)
+                if UP_OFFSET > 0:
+                    up_part = tl.sum(up.to(tl.float32) * values[:, None, :], 2)
+                if X_SCALED == 2:
+                    group = tl.minimum(start + lane * VECTOR, K - 1) // GROUP_K
+                    scale = tl.load(x_scale + token * x_scale_token + group * x_scale_group)
+                    gate_part *= (scale * gate_scales[start // COLUMNS])[:, None]
+                    if UP_OFFSET > 0:
+                        up_part *= (scale * up_scales[start // COLUMNS])[:, None]
+                gate_sum += gate_part
+                if UP_OFFSET > 0:
+                    up_sum += up_part
 
-    gate_out = tl.sum(gate_sum, 0)
-    up_out = tl.sum(up_sum, 0)
-    if X_SCALED == 1:
-        scale = tl.load(x_scale + token * x_scale_token)
-        gate_out *= scale
-        up_out *= scale
-    if W_SCALED == 1:
-        scale_at = w1_scale + expert * w_scale_expert + gate_row * w_scale_row
-        gate_out *= tl.load(scale_at)
-        if UP_OFFSET > 0:
-            up_out *= tl.load(scale_at + UP_OFFSET * w_scale_row)
-    if HAS_BIAS:
-        bias_at = bias + expert * bias_expert + gate_row
-        gate_out += tl.load(bias_at).to(tl.float32)
-        if UP_OFFSET > 0:
-            up_out += tl.load(bias_at + UP_OFFSET).to(tl.float32)
-    result = _activate(gate_out, up_out, alpha, limit, ACTIVATION)
-    tl.store(h + pair.to(tl.int64) * N + n, result.to(h.dtype.element_ty), mask=in_n)
+            gate_out = tl.sum(gate_sum, 0)
+            up_out = tl.sum(up_sum, 0)
+            if X_SCALED == 1:
+                scale = tl.load(x_scale + token * x_scale_token)
+                gate_out *= scale
+                up_out *= scale
+            if W_SCALED == 1:
+                scale_at = w1_scale + expert * w_scale_expert + gate_row * w_scale_row
+                gate_out *= tl.load(scale_at)
+                if UP_OFFSET > 0:
+                    up_out *= tl.load(scale_at + UP_OFFSET * w_scale_row)
+            if HAS_BIAS:
+                bias_at = bias + expert * bias_expert + gate_row
+                gate_out += tl.load(bias_at).to(tl.float32)
+                if UP_OFFSET > 0:
+                    up_out += tl.load(bias_at + UP_OFFSET).to(tl.float32)
+            result = _activate(gate_out, up_out, alpha, limit, ACTIVATION)
+            tl.store(h + pair.to(tl.int64) * N + n, result.to(h.dtype.element_ty), mask=in_n)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _down_tile(w2_at, expert, w_expert, in_row, start, column, N: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _down_tile(w2_at, expert, w_expert, in_row, column, PART: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     mask = in_row & (expert >= 0)
-    at = w2_at + expert * w_expert + start
-    if start + COLUMNS <= N:
+    at = w2_at + expert * w_expert + PART * COLUMNS
+    if (PART + 1) * COLUMNS <= N:
         return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
-    return tl.load(at, mask=mask & (start + column < N)[:, None, :], other=0.0, eviction_policy="evict_first")
+    return tl.load(at, mask=mask & (PART * COLUMNS + column < N)[:, None, :], other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -215,6 +243,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     GROUP_N: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    PADDED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -233,17 +262,21 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     w2_at = w2 + (k.to(tl.int64) * w_row)[None, :, None] + column[:, None, :]
 
     # Weights and ids do not come from the first kernel, and what came before it is complete: it waited for that itself.
+    first_pair = token * TOP_K
+    places, found, count = ids, ids, TOP_K
+    if HAS_MAP:
+        places, found, count = _local_pairs(ids, expert_map, first_pair, TOP_K, PADDED)
     ahead = ()
-    for tile in tl.static_range(AHEAD):
-        expert = _local_expert(ids, expert_map, token * TOP_K + tile // TILES, HAS_MAP)
-        loaded = _down_tile(w2_at, expert, w_expert, in_k, (tile % TILES) * COLUMNS, column, N, COLUMNS)
+    for index in tl.static_range(AHEAD):
+        _, expert = _pair_at(ids, places, found, index // TILES, first_pair, HAS_MAP)
+        loaded = _down_tile(w2_at, expert, w_expert, in_k, column, index % TILES, N, COLUMNS)
         ahead = ahead + (loaded,)  # type: ignore[assignment]  # noqa: RUF005  (Triton knows no unpacking)
     scales = ()
     if W_SCALED == 2:
         first = tl.program_id(1) * ROWS
-        for tile in tl.static_range(SCALES_AHEAD):
-            expert = _local_expert(ids, expert_map, token * TOP_K + tile // TILES, HAS_MAP)
-            part_at = (tile % TILES) * COLUMNS + lane * VECTOR
+        for index in tl.static_range(SCALES_AHEAD):
+            _, expert = _pair_at(ids, places, found, index // TILES, first_pair, HAS_MAP)
+            part_at = (index % TILES) * COLUMNS + lane * VECTOR
             scale_at = w2_scale + expert * w_scale_expert + (first // GROUP_K) * w_scale_row
             loaded = tl.load(scale_at + part_at // GROUP_N * w_scale_group, mask=(expert >= 0) & (part_at < N), other=0.0)
             scales = scales + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
@@ -254,40 +287,40 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     dot = tl.zeros((COLUMNS // VECTOR, ROWS), tl.float32)
     biases = tl.zeros((ROWS,), tl.float32)
     for slot in tl.static_range(TOP_K):
-        pair = token * TOP_K + slot
-        expert = _local_expert(ids, expert_map, pair, HAS_MAP)
-        is_local = expert >= 0
-        if WEIGHTED:  # noqa: SIM108  (the ternary has no common type for mypy)
-            weight = tl.load(topk_weights + pair, mask=is_local, other=0.0).to(tl.float32)
-        else:
-            weight = 1.0
-        if W_SCALED == 1:
-            row_at = w2_scale + expert * w_scale_expert + k * w_scale_row
-            row_scale = tl.load(row_at, mask=is_local & (k < K), other=0.0)
-        for part in tl.static_range(TILES):
-            start = part * COLUMNS
-            if slot * TILES + part < AHEAD:
-                tile = ahead[slot * TILES + part]
+        pair, expert = _pair_at(ids, places, found, slot, first_pair, HAS_MAP)
+        if slot < count:
+            is_local = expert >= 0
+            if WEIGHTED:  # noqa: SIM108  (the ternary has no common type for mypy)
+                weight = tl.load(topk_weights + pair, mask=is_local, other=0.0).to(tl.float32)
             else:
-                tile = _down_tile(w2_at, expert, w_expert, in_k, start, column, N, COLUMNS)
-            # Masked also for a pair without a local expert: its row of h was never written.
-            values = tl.load(h + pair.to(tl.int64) * N + start + column, mask=is_local & (start + column < N), other=0.0)
-            product = tl.sum(tile.to(tl.float32) * values.to(tl.float32)[:, None, :], 2)
-            if W_SCALED == 2:
-                if slot * TILES + part < SCALES_AHEAD:
-                    scale = scales[slot * TILES + part]  # type: ignore[var-annotated]
+                weight = 1.0
+            if W_SCALED == 1:
+                row_at = w2_scale + expert * w_scale_expert + k * w_scale_row
+                row_scale = tl.load(row_at, mask=is_local & (k < K), other=0.0)
+            for part in tl.static_range(TILES):
+                start = part * COLUMNS
+                if slot * TILES + part < AHEAD:
+                    tile = ahead[slot * TILES + part]  # type: ignore[var-annotated]
                 else:
-                    part_at = start + lane * VECTOR
-                    scale_at = w2_scale + expert * w_scale_expert + (first // GROUP_K) * w_scale_row
-                    scale = tl.load(scale_at + part_at // GROUP_N * w_scale_group, mask=is_local & (part_at < N), other=0.0)
-                product *= (weight * scale)[:, None]
-            elif W_SCALED == 1:
-                product *= (weight * row_scale)[None, :]
-            else:
-                product *= weight
-            dot += product
-        if HAS_BIAS:
-            biases += weight * tl.load(bias + expert * bias_expert + k, mask=is_local & (k < K), other=0.0).to(tl.float32)
+                    tile = _down_tile(w2_at, expert, w_expert, in_k, column, part, N, COLUMNS)
+                # Masked also for a pair without a local expert: its row of h was never written.
+                values = tl.load(h + pair.to(tl.int64) * N + start + column, mask=is_local & (start + column < N), other=0.0)
+                product = tl.sum(tile.to(tl.float32) * values.to(tl.float32)[:, None, :], 2)
+                if W_SCALED == 2:
+                    if slot * TILES + part < SCALES_AHEAD:
+                        scale = scales[slot * TILES + part]
+                    else:
+                        part_at = start + lane * VECTOR
+                        scale_at = w2_scale + expert * w_scale_expert + (first // GROUP_K) * w_scale_row
+                        scale = tl.load(scale_at + part_at // GROUP_N * w_scale_group, mask=is_local & (part_at < N), other=0.0)
+                    product *= (weight * scale)[:, None]
+                elif W_SCALED == 1:
+                    product *= (weight * row_scale)[None, :]
+                else:
+                    product *= weight
+                dot += product
+            if HAS_BIAS:
+                biases += weight * tl.load(bias + expert * bias_expert + k, mask=is_local & (k < K), other=0.0).to(tl.float32)
     total = tl.sum(dot, 0) + biases
     tl.store(out + token * out_stride + k, total.to(out.dtype.element_ty), mask=k < K)
 
@@ -306,12 +339,21 @@ class Tiles:
 
 
 @functools.cache
-def choose_tiles(hidden: int, intermediate: int, top_k: int, weight_bytes: int, tokens: int, multiprocessors: int) -> Tiles:
+def choose_tiles(
+    hidden: int,
+    intermediate: int,
+    top_k: int,
+    weight_bytes: int,
+    tokens: int,
+    multiprocessors: int,
+    expected: int | None = None,
+) -> Tiles:
     """Tiles for a shape, by formula: 16-byte loads, a few of them in flight in each thread.
 
-    Rows and columns, and with them the order of every sum, do not depend on the number of tokens. How many tiles are loaded
-    ahead was measured on an H200 (``tests/gpu/results/sweep``): Qwen3-30B-A3B, Qwen3-Next, Qwen3.5-35B-A3B, DeepSeek-V3 TP8
-    and gpt-oss-120b in bf16, the first in fp8 blocks, with 1 to 8 tokens.
+    Columns, and with them the order of every sum, do not depend on the number of tokens. The rest was measured on an H200
+    (``tests/gpu/results/sweep``): Qwen3-30B-A3B, Qwen3-Next, Qwen3.5-35B-A3B, DeepSeek-V3 TP8 and gpt-oss-120b in bf16, the
+    first in fp8 blocks, with 1 to 8 tokens; with expert parallelism of 2 and 8 the first two, GLM-4.5-Air and gpt-oss-120b,
+    with 1 to 16 tokens.
 
     Args:
         hidden: K, the model's hidden size.
@@ -320,6 +362,7 @@ def choose_tiles(hidden: int, intermediate: int, top_k: int, weight_bytes: int, 
         weight_bytes: bytes of one weight: 2 (bf16, fp16), 1 (fp8) or 4 (fp32).
         tokens: M.
         multiprocessors: of the GPU.
+        expected: with an expert map, how many (token, expert) pairs are this rank's if all experts are chosen alike.
     """
     vector = 16 // weight_bytes
     if weight_bytes == 1:
@@ -328,6 +371,15 @@ def choose_tiles(hidden: int, intermediate: int, top_k: int, weight_bytes: int, 
     else:
         # What is read in one step needs no second row to keep loads in flight.
         up_rows, up_columns, loads = 1 if hidden <= 2048 else 2, 2048, 2
+    if expected is not None:
+        # Before its first load a program looks for its pair: a second row makes more of that, once there are programs enough.
+        few = expected * intermediate <= 2 * RESIDENT * multiprocessors
+        if weight_bytes > 1 and hidden > 2048:
+            up_rows, up_columns = 1, 1024
+        elif weight_bytes > 1:
+            up_rows = 1 if few else 2
+        elif few:
+            up_rows = 2
     up_columns = min(up_columns, max(vector, triton.next_power_of_2(hidden)))
     up_warps = max(1, up_columns // (32 * vector * loads))
     # A warp for two rows. The kernel is unrolled over the tiles of all slots: keep the code short.
@@ -336,15 +388,28 @@ def choose_tiles(hidden: int, intermediate: int, top_k: int, weight_bytes: int, 
         down_columns *= 2
     down_warps = down_columns // 512
     parts = triton.cdiv(intermediate, down_columns)
-    if weight_bytes == 1:
+    # Whether all programs are resident with the most registers there are.
+    roomy = tokens * triton.cdiv(hidden, down_rows) * down_warps <= ROOMY * multiprocessors
+    if expected is not None and not roomy:
+        # A token has few experts here: more rows of each instead.
+        down_rows, ahead = (4, 2) if parts <= 2 else (2, 4)
+    elif weight_bytes == 1:
         ahead = 4
     else:
-        # Where one tile holds an expert's row: four.
-        ahead = 4 if parts == 1 else 6
-        # More, where all programs are resident with the most registers there are.
-        if tokens * triton.cdiv(hidden, down_rows) * down_warps <= ROOMY * multiprocessors:
-            ahead = 6 if parts == 1 else 12
+        # Less where one tile holds an expert's row.
+        ahead = (6 if roomy else 4) if parts == 1 else (12 if roomy else 6)
     return Tiles(up_rows, up_columns, up_warps, down_rows, down_columns, down_warps, min(top_k * parts, ahead))
+
+
+def expected_pairs(w1: torch.Tensor, expert_map: torch.Tensor | None, pairs: int) -> int | None:
+    """Of that many (token, expert) pairs, this rank's if all experts are chosen alike, rounded up; None without a map."""
+    return None if expert_map is None else triton.cdiv(pairs * w1.size(0), expert_map.numel())
+
+
+def tiles_of(w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None, tokens: int, top_k: int) -> Tiles:
+    """The tiles by formula for these weights on their GPU."""
+    expected = expected_pairs(w1, expert_map, tokens * top_k)
+    return choose_tiles(w2.size(1), w2.size(2), top_k, w1.element_size(), tokens, gpu.multiprocessors(w1.device), expected)
 
 
 def decode_moe(
@@ -390,11 +455,12 @@ def decode_moe(
     hidden, intermediate = w2.shape[1], w2.shape[2]
     if tokens == 0:
         return
+    pairs = tokens * top_k
+    expected = expected_pairs(w1, expert_map, pairs)
     # 16 bytes are what a thread loads at once, of h as well as of the weights.
     up_vector, down_vector = 16 // w1.element_size(), 16 // max(w2.element_size(), h.element_size())
     if tiles is None:
-        multiprocessors = gpu.multiprocessors(w1.device)
-        tiles = choose_tiles(hidden, intermediate, top_k, w1.element_size(), tokens, multiprocessors)
+        tiles = tiles_of(w1, w2, expert_map, tokens, top_k)
     if tiles.up_columns % up_vector or tiles.down_columns % down_vector:
         raise ValueError(f"columns of a tile in multiples of {up_vector} and {down_vector} are needed, not {tiles}")
     gated = activation != "relu2_no_mul"
@@ -402,7 +468,7 @@ def decode_moe(
     # PDL is a launch option only where it is asked for: other backends do not know it.
     launch_options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     up: Any = _gate_up_kernel
-    up[(tokens * top_k, triton.cdiv(intermediate, tiles.up_rows))](
+    up[(pairs if expected is None else expected, triton.cdiv(intermediate, tiles.up_rows))](
         x,
         x_scale.values if x_scale else x,
         w1,
@@ -411,6 +477,7 @@ def decode_moe(
         topk_ids,
         expert_map if expert_map is not None else topk_ids,
         h,
+        pairs,
         alpha,
         limit,
         x.stride(0),
@@ -432,6 +499,8 @@ def decode_moe(
         GROUP_K=w1_scale.groups[1] if w1_scale else 1,
         HAS_BIAS=w1_bias is not None,
         HAS_MAP=expert_map is not None,
+        # Not the number of pairs: one kernel serves all batches of the window.
+        PADDED=max(LEAST_PADDED, triton.next_power_of_2(pairs)),
         ROWS=tiles.up_rows,
         COLUMNS=tiles.up_columns,
         VECTOR=up_vector,
@@ -463,6 +532,7 @@ def decode_moe(
         GROUP_N=w2_scale.groups[1] if w2_scale else 1,
         HAS_BIAS=w2_bias is not None,
         HAS_MAP=expert_map is not None,
+        PADDED=triton.next_power_of_2(top_k),
         WEIGHTED=topk_weights is not None,
         ROWS=tiles.down_rows,
         COLUMNS=tiles.down_columns,
