@@ -6,10 +6,12 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import json
 import math
 import random
 import sys
 import types
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_moe_tune_plugin import no_gpu
+from vllm_moe_tune_plugin.bench.shapes import Shape
+from vllm_moe_tune_plugin.expert_load import repeated_bytes
 from vllm_moe_tune_plugin.kernels import scales
 from vllm_moe_tune_plugin.patching import Patch
 from vllm_moe_tune_plugin.settings import Settings
@@ -381,20 +385,53 @@ def test_nor_does_it_on_one_of_many_ranks(
 # --- when
 
 
-@given(st.integers(1, 1024), st.integers(1, 32), st.integers(1, 1 << 30))
-def test_window(experts: int, top_k: int, expert_bytes: int) -> None:
-    tokens = window(experts, top_k, expert_bytes)
+def layers(dtypes: tuple[str, ...], ranks: tuple[int, ...]) -> st.SearchStrategy[Problem]:
+    """Layers of which each rank holds as many experts as the others."""
+    return st.builds(
+        lambda local, ranks, top_k, dtype: Problem(local * ranks, local, min(top_k, local * ranks), 512, 2048, dtype),
+        st.integers(1, 512),
+        st.sampled_from(ranks),
+        st.integers(1, 32),
+        st.sampled_from(dtypes),
+    )
+
+
+@given(layers(("bf16", "fp8", "fp8-block"), (1,)), st.integers(1, 1 << 30))
+def test_window(layer: Problem, expert_bytes: int) -> None:
+    tokens = window(layer, expert_bytes)
     assert 0 <= tokens <= max(SMALL[1], LARGE[1])
-    assert tokens * top_k * 2 <= experts
-    assert window(experts, top_k, expert_bytes + 1) <= tokens <= window(2 * experts, top_k, expert_bytes)
+    assert tokens * layer.top_k * 2 <= layer.num_experts
+    twice = dataclasses.replace(layer, num_experts=2 * layer.num_experts, local_experts=2 * layer.local_experts)
+    assert window(layer, expert_bytes + 1) <= tokens <= window(twice, expert_bytes)
+
+
+@given(layers(("bf16", "fp8", "fp8-block"), (2, 3, 4, 8, 64)), st.integers(1, 1 << 30))
+def test_window_of_one_of_many_ranks(layer: Problem, expert_bytes: int) -> None:
+    """Smaller experts and more ranks never narrow it, and in bf16 no rank reads more again than the budget."""
+    tokens = window(layer, expert_bytes)
+    assert 0 <= tokens <= SMALL[1]
+    assert window(layer, expert_bytes + 1) <= tokens
+    more = dataclasses.replace(layer, local_experts=max(1, layer.local_experts // 2))
+    assert tokens <= window(more, expert_bytes)
+    if layer.dtype == "bf16" and tokens:
+        ranks = layer.num_experts // layer.local_experts
+        assert repeated_bytes(tokens, layer.top_k, layer.num_experts, expert_bytes) <= decode_kernel.BUDGET * ranks
+
+
+@given(st.integers(2, 512), st.integers(1, 16), st.integers(2, 16), st.integers(1, 1 << 30))
+def test_ranks_with_one_expert_more_decide_alike(experts: int, top_k: int, ranks: int, expert_bytes: int) -> None:
+    """Where experts do not divide evenly; with a handful on each rank the share itself would say another number of ranks."""
+    least = experts // ranks
+    top_k = min(top_k, experts)
+    if least > ranks:
+        few, more = (Problem(experts, local, top_k, 512, 2048, "bf16") for local in (least, least + bool(experts % ranks)))
+        assert window(few, expert_bytes) == window(more, expert_bytes)
 
 
 @pytest.mark.parametrize(
     ("experts", "top_k", "inner", "hidden", "tokens"),
     [
         (128, 8, 768, 2048, 8),
-        (64, 8, 768, 2048, 4),
-        (32, 8, 768, 2048, 2),
         (512, 10, 512, 2048, 16),
         (256, 8, 256, 7168, 16),
         (128, 4, 2880, 2880, 8),
@@ -403,22 +440,34 @@ def test_window(experts: int, top_k: int, expert_bytes: int) -> None:
         (128, 1, 1024, 5120, 8),
         (128, 8, 1408, 4096, 4),
     ],
-    ids=[
-        "qwen3-30b",
-        "qwen3-30b-ep2",
-        "qwen3-30b-ep4",
-        "qwen3-next",
-        "deepseek-v3-tp8",
-        "gpt-oss-120b",
-        "gpt-oss-20b",
-        "mixtral",
-        "llama-4-tp8",
-        "glm-4.5-air",
-    ],
+    ids=["qwen3-30b", "qwen3-next", "deepseek-v3-tp8", "gpt-oss-120b", "gpt-oss-20b", "mixtral", "llama-4-tp8", "glm-4.5-air"],
 )
 def test_window_of_known_shapes(experts: int, top_k: int, inner: int, hidden: int, tokens: int) -> None:
     """As measured: at each of these it won, at twice as many it lost or was not measured."""
-    assert window(experts, top_k, 3 * inner * hidden * 2) == tokens
+    assert window(Problem(experts, experts, top_k, inner, hidden, "bf16"), 3 * inner * hidden * 2) == tokens
+
+
+def with_experts_elsewhere() -> list[Any]:
+    file = Path(__file__).parent / "gpu" / "results" / "expert-parallel" / "layer-0.33.0-all-tokens.json"
+    return [row for row in json.loads(file.read_text())["rows"] if row["status"] == "ok"]
+
+
+def test_what_was_measured_with_experts_elsewhere() -> None:
+    rows = with_experts_elsewhere()
+    assert {row["key"]["ep"] for row in rows} == {2, 4, 8}
+    assert {row["key"]["tokens"] for row in rows} == {1, 2, 4, 8, 16}
+    assert len(rows) == 11 * 3 * 5  # six models in bf16, five in fp8
+
+
+@pytest.mark.parametrize("row", with_experts_elsewhere(), ids=lambda row: "-".join(map(str, row["key"].values())))
+def test_with_experts_elsewhere_it_serves_where_it_won(row: dict[str, Any]) -> None:
+    key, shape = row["key"], Shape.parse(row["key"]["shape"])
+    expert_bytes = shape.expert_bytes(key["dtype"])
+    tokens = window(Problem.of(shape, key["dtype"], key["ep"]), expert_bytes)
+    if key["tokens"] <= tokens:
+        assert row["ratio_ci95"][0] > 1.02
+    else:
+        assert row["ratio"] < 1.07
 
 
 class Experts:
@@ -705,7 +754,7 @@ def test_reach(problem: Problem, capability: tuple[int, int], found: int | None,
     entry = None if found is None else SimpleNamespace(tokens=found)
     size = 6 * problem.intermediate * problem.hidden
     tokens, why = reach(problem, size, capability, entry, setting)  # type: ignore[arg-type]
-    measured = window(problem.local_experts, problem.top_k, size) if capability == (9, 0) else 0
+    measured = window(problem, size) if capability == (9, 0) else 0
     assert tokens == next(value for value in (setting, found, measured) if value is not None)
     assert ("MOE_TUNE_DECODE_TOKENS" in why) == (setting is not None)
 

@@ -198,7 +198,7 @@ def layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_without_a_search_the_formula_decides(layer: Any) -> None:
-    assert decode_kernel.window(6, 2, 3 * 16 * 32 * 2) == 1
+    assert decode_kernel.window(Problem(6, 6, 2, 16, 32, "bf16"), 3 * 16 * 32 * 2) == 1
     assert [layer.run(tokens) for tokens in (1, 2)] == ["formula", "stock"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_moe_tune_plugin.bench import engine, layer, schema, stats
 from vllm_moe_tune_plugin.bench.shapes import SHAPES, Shape
-from vllm_moe_tune_plugin.tunings.assignment_cost import distinct_experts
+from vllm_moe_tune_plugin.expert_load import distinct_experts
 
 BANDWIDTH = 4e12
 ENVIRONMENT = {

@@ -20,7 +20,7 @@ from vllm_moe_tune_plugin.bench import layer, search
 from vllm_moe_tune_plugin.bench.experts import Layer
 from vllm_moe_tune_plugin.bench.layer import Machine
 from vllm_moe_tune_plugin.bench.shapes import Shape
-from vllm_moe_tune_plugin.tunings.assignment_cost import distinct_experts
+from vllm_moe_tune_plugin.expert_load import distinct_experts
 
 UP, DOWN = "_gate_up_kernel", "_down_kernel"
 

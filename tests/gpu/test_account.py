@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_decode_moe import draw, kernels, run  # noqa: F401  (kernels is a fixture)
 
 from vllm_moe_tune_plugin.bench.shapes import Shape, draw_routing
-from vllm_moe_tune_plugin.tunings.assignment_cost import distinct_experts
+from vllm_moe_tune_plugin.expert_load import distinct_experts
 
 
 @pytest.mark.parametrize("kernel", [account.UP, account.DOWN])

@@ -28,6 +28,7 @@ import real
 
 from vllm_moe_tune_plugin import no_gpu, status
 from vllm_moe_tune_plugin.stack import exists
+from vllm_moe_tune_plugin.tuned_tiles import Problem
 from vllm_moe_tune_plugin.tunings import decode_kernel
 
 RANKS = 4
@@ -115,7 +116,8 @@ def windows(parallel: Any) -> dict[str, int]:
     for name, (num_experts, top_k, intermediate, hidden) in MODELS.items():
         mapped = expert_map(parallel, num_experts)
         local = num_experts if mapped is None else int((mapped >= 0).sum())
-        found[name] = decode_kernel.window(local, top_k, 3 * intermediate // parallel.tp_size * hidden * 2)
+        own = intermediate // parallel.tp_size
+        found[name] = decode_kernel.window(Problem(num_experts, local, top_k, own, hidden, "bf16"), 3 * own * hidden * 2)
     return found
 
 

@@ -391,8 +391,8 @@ def choose_tiles(
     # Whether all programs are resident with the most registers there are.
     roomy = tokens * triton.cdiv(hidden, down_rows) * down_warps <= ROOMY * multiprocessors
     if expected is not None and not roomy:
-        # A token has few experts here: more rows of each instead.
-        down_rows, ahead = (4, 2) if parts <= 2 else (2, 4)
+        # A token has few experts here: more rows of each instead, as long as a row takes few registers.
+        down_rows, ahead = (4, 2) if parts <= 2 or (weight_bytes == 1 and tokens == 1) else (2, 4)
     elif weight_bytes == 1:
         ahead = 4
     else:

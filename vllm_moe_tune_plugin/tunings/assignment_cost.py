@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from vllm_moe_tune_plugin import gpu
+from vllm_moe_tune_plugin.expert_load import expert_bytes, repeated_bytes
 from vllm_moe_tune_plugin.patching import (
     STOCK,
     Advice,
@@ -49,7 +50,6 @@ from vllm_moe_tune_plugin.patching import (
 )
 from vllm_moe_tune_plugin.settings import Settings
 from vllm_moe_tune_plugin.stack import Argument, first_existing, function_names
-from vllm_moe_tune_plugin.tunings.decode_kernel import expert_bytes
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 ALIGN = "moe_align_block_size"
@@ -80,16 +80,6 @@ _ids_to_sort: contextvars.ContextVar[torch.Tensor | None] = contextvars.ContextV
 def is_sparse(pairs: int, num_experts: int) -> bool:
     """Upstream's rule: so few (token, expert) pairs meet so many experts that few of these have more than one."""
     return pairs * SPARSITY <= num_experts
-
-
-def distinct_experts(num_tokens: int, top_k: int, num_experts: int) -> float:
-    """How many experts are expected to be chosen by that many tokens, with uniform routing."""
-    return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
-
-
-def repeated_bytes(num_tokens: int, top_k: int, num_experts: int, expert_bytes: float) -> float:
-    """What a block for each pair is expected to read again, with uniform routing."""
-    return (num_tokens * top_k - distinct_experts(num_tokens, top_k, num_experts)) * expert_bytes
 
 
 def is_cheaper_sorted(topk_ids: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ Delete when: vLLM has a fused path for few tokens that is as fast.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_moe_tune_plugin import gpu, tuned_tiles
+from vllm_moe_tune_plugin.expert_load import distinct_experts, expert_bytes, repeated_bytes
 from vllm_moe_tune_plugin.kernels import scales
 from vllm_moe_tune_plugin.kernels.scales import Scale
 from vllm_moe_tune_plugin.patching import (
@@ -67,6 +69,9 @@ SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT = 1.702, 7.0
 SMALL_EXPERT = 12 << 20
 #: Small experts, and large ones: how many times more experts than (token, expert) pairs there must be, and the most tokens.
 SMALL, LARGE = (2, 16), (4, 8)
+#: With expert parallelism: bytes that a rank may read again; of fp8, whose first reading counts with that share, too.
+BUDGET, FP8_BUDGET, LARGE_FP8_BUDGET = 110e6, 80e6, 60e6
+FP8_SHARE = 0.2
 #: The types of weights, as a search names them.
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 
@@ -117,21 +122,42 @@ class Call(NamedTuple):
         return int(self.topk_ids.numel() * self.w2.size(2))
 
 
-def window(num_experts: int, top_k: int, expert_bytes: int) -> int:
+@functools.cache
+def window(problem: Problem, expert_bytes: int) -> int:
     """The largest number of tokens for which the two kernels were measured to win.
 
     They read an expert once for each token that chose it, from the L2 cache after the first time; stock reads it once. So
     they win while few tokens share an expert: on an H200 up to a quarter as many (token, expert) pairs as experts for every
-    shape, and up to half as many where experts are small. With expert parallelism most pairs belong to other ranks and cost
-    little each, but many together: the same share of this rank's experts is where they still win.
+    shape, and up to half as many where experts are small.
+
+    With expert parallelism a rank reads less, while stock's five launches take what they always take: there the kernels win
+    as long as what they read again takes no longer than what they save. fp8 weights cost them time also at first reading.
+    (``tests/gpu/results/expert-parallel``: six models on one of 2, 4 and 8 ranks.)
 
     Args:
-        num_experts: experts on this rank.
-        top_k: experts for each token.
         expert_bytes: bytes of one expert's weights.
     """
-    sparsity, most = SMALL if expert_bytes <= SMALL_EXPERT else LARGE
-    return min(most, num_experts // sparsity // top_k)
+    is_small = expert_bytes <= SMALL_EXPERT
+    sparsity, most = SMALL if is_small else LARGE
+    sparse = min(most, problem.num_experts // sparsity // problem.top_k)
+    if problem.local_experts >= problem.num_experts:
+        return sparse
+    if not problem.dtype.startswith("fp8"):
+        tokens, share, budget = SMALL[1], 0.0, BUDGET
+    elif is_small:
+        tokens, share, budget = SMALL[1], FP8_SHARE, FP8_BUDGET
+    else:
+        tokens, share, budget = sparse, FP8_SHARE, LARGE_FP8_BUDGET
+    # Not by this rank's own number: where experts do not divide evenly, all ranks shall decide alike.
+    ranks = round(problem.num_experts / problem.local_experts)
+
+    def cost(tokens: int) -> float:
+        routing = (tokens, problem.top_k, problem.num_experts)
+        return share * distinct_experts(*routing) * expert_bytes + repeated_bytes(*routing, expert_bytes)
+
+    while tokens and cost(tokens) > budget * ranks:
+        tokens -= 1
+    return tokens
 
 
 def reach(
@@ -152,9 +178,9 @@ def reach(
         return found.tokens, "as vllm-moe-tune tune found on this GPU model"
     if capability != gpu.MEASURED_ON:
         return 0, "not measured on this GPU: run vllm-moe-tune tune"
-    tokens = window(problem.local_experts, problem.top_k, expert_bytes)
-    few = f"a top-k of {problem.top_k} is too many for {problem.local_experts} experts on a rank: tokens share them"
-    return tokens, "as measured on Hopper" if tokens else few
+    tokens = window(problem, expert_bytes)
+    slow = f"stock is faster with a top-k of {problem.top_k} and {problem.local_experts} experts of this size on a rank"
+    return tokens, "as measured on Hopper" if tokens else slow
 
 
 def why_stock(experts: Any, call: Call, stock_class: type) -> str:
@@ -339,11 +365,6 @@ def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict
         return Replace(instead)
 
     return decide
-
-
-def expert_bytes(w1: torch.Tensor, w2: torch.Tensor) -> int:
-    """Bytes of one expert's weights."""
-    return int((w1.nbytes + w2.nbytes) // w1.size(0))
 
 
 def _problem(experts: Any, call: Call) -> Problem:
