@@ -48,12 +48,15 @@ def engine(name: str, model: str, *arguments: str, batch: str, pairs: int = 4, d
     return Job(f"engine-{name}", name.partition("-")[0], words, dp * tp, environ)
 
 
-def layers(name: str) -> Job:
-    words = ["layer", "--dtype", "bf16,fp8-block", "--routing", "uniform", "--tokens", "1,2,4,8,16,32,64", "--seconds", "0.2"]
-    return Job(name, "0.33.0", words)
+def layers(name: str, *arguments: str, **environ: str) -> Job:
+    words = ["layer", "--dtype", "bf16,fp8-block", "--routing", "uniform", "--seconds", "0.2", *arguments]
+    return Job(name, "0.33.0", words, environ=environ)
 
 
 QWEN, NEXT = "qwen3-30b-a3b", "qwen3-next-80b-a3b"
+#: The layers of which one of several ranks is measured; the last is DeepSeek-V3.
+SHARED = (QWEN, NEXT, "qwen3.5-35b-a3b", "glm-4.5-air", "gpt-oss-120b", "256,8,2048,7168")
+ONE_OF_RANKS = (*(word for shape in SHARED for word in ("--shape", shape)), "--ep", "2,4,8", "--tokens", "1,2,4,8,16")
 #: The experts that serve one GPU: for fp8 blocks vLLM would take FlashInfer's CUTLASS experts here, and compile them first.
 EXPERTS = ("--enable-expert-parallel", "--moe-backend", "triton")
 #: fp8 models: DeepGEMM would compile its kernels for minutes, in both arms.
@@ -75,6 +78,8 @@ JOBS = (
     ),
     layers("layer-0.33.0"),
     layers("repeat/layer-0.33.0"),
+    layers("layer-0.33.0-ep", *ONE_OF_RANKS),
+    layers("expert-parallel/layer-0.33.0-all-tokens", *ONE_OF_RANKS, MOE_TUNE_DECODE_TOKENS="16"),
     *(
         engine(f"0.33.0{short}-{name}", model, *KV_CACHE, *arguments, batch="1,4,16", pairs=3, dp=dp, tp=tp, **environ)
         for name, dp, tp, arguments in (

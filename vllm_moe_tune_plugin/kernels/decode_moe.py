@@ -53,13 +53,19 @@ def _local_pairs(ids, expert_map, first, pairs, PADDED: tl.constexpr):  # type: 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pair_at(ids, places, pairs, place, first, HAS_MAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The pair at a place and its expert on this rank, negative where it has none."""
+def _local_pair(places, pairs, place):  # type: ignore[no-untyped-def]
+    """The pair at a place among this rank's, and its expert."""
+    # Beyond the last one it is nobody's: -1, the pair 2**32 - 1 of expert -1.
+    found = tl.max(tl.where(places == place, pairs, -1))
+    return found & 0xFFFFFFFF, found >> 32
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _token_pair(ids, places, pairs, token, slot, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a token the pair in this slot and its expert, negative where it has none; with a map this rank's come first."""
     if HAS_MAP:
-        # Beyond the last one it is nobody's: -1, the pair 2**32 - 1 of expert -1.
-        found = tl.max(tl.where(places == place, pairs, -1))
-        return found & 0xFFFFFFFF, found >> 32
-    pair = (first + place).to(tl.int64)
+        return _local_pair(places, pairs, slot)
+    pair = (token * TOP_K + slot).to(tl.int64)
     return pair, tl.load(ids + pair).to(tl.int64)
 
 
@@ -129,13 +135,21 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    places, found, turns = ids, ids, 1
+    first = tl.program_id(0)
     if HAS_MAP:
         places, found, count = _local_pairs(ids, expert_map, 0, pairs, PADDED)
-        turns = tl.cdiv(tl.maximum(count - tl.program_id(0), 0), tl.num_programs(0))
+        turns = tl.cdiv(tl.maximum(count - first, 0), tl.num_programs(0))
+    else:
+        only = tl.load(ids + first).to(tl.int64)
+        if only < 0:
+            return
+        turns = 1
     for turn in tl.range(0, turns, num_stages=1):
-        pair, expert = _pair_at(ids, places, found, tl.program_id(0) + turn * tl.num_programs(0), 0, HAS_MAP)
-        if expert >= 0:
+        if HAS_MAP:
+            pair, expert = _local_pair(places, found, first + turn * tl.num_programs(0))
+        else:
+            pair, expert = first, only
+        if not HAS_MAP or expert >= 0:
             token = pair // TOP_K
             n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
             in_n = n < N
@@ -154,13 +168,13 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
             up_scales = ()
             if X_SCALED == 2:
                 # ROWS divides GROUP_N: one row of scales serves all of the program's rows.
-                first = tl.program_id(1) * ROWS * GATE_STEP
+                first_row = tl.program_id(1) * ROWS * GATE_STEP
                 for start in tl.static_range(0, K, COLUMNS):
                     # A thread's VECTOR values are in one group.
                     group = tl.minimum(start + lane * VECTOR, K - 1) // GROUP_K
                     scale_at = w1_scale + expert * w_scale_expert + group * w_scale_group
-                    gate_scales = gate_scales + (tl.load(scale_at + (first // GROUP_N) * w_scale_row),)  # type: ignore[assignment]  # noqa: RUF005
-                    up_scales = up_scales + (tl.load(scale_at + ((first + UP_OFFSET) // GROUP_N) * w_scale_row),)  # type: ignore[assignment]  # noqa: RUF005
+                    gate_scales = gate_scales + (tl.load(scale_at + (first_row // GROUP_N) * w_scale_row),)  # type: ignore[assignment]  # noqa: RUF005
+                    up_scales = up_scales + (tl.load(scale_at + ((first_row + UP_OFFSET) // GROUP_N) * w_scale_row),)  # type: ignore[assignment]  # noqa: RUF005
 
             gate_sum = tl.zeros((COLUMNS // VECTOR, ROWS), tl.float32)
             up_sum = tl.zeros((COLUMNS // VECTOR, ROWS), tl.float32)
@@ -262,20 +276,19 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     w2_at = w2 + (k.to(tl.int64) * w_row)[None, :, None] + column[:, None, :]
 
     # Weights and ids do not come from the first kernel, and what came before it is complete: it waited for that itself.
-    first_pair = token * TOP_K
     places, found, count = ids, ids, TOP_K
     if HAS_MAP:
-        places, found, count = _local_pairs(ids, expert_map, first_pair, TOP_K, PADDED)
+        places, found, count = _local_pairs(ids, expert_map, token * TOP_K, TOP_K, PADDED)
     ahead = ()
     for index in tl.static_range(AHEAD):
-        _, expert = _pair_at(ids, places, found, index // TILES, first_pair, HAS_MAP)
+        _, expert = _token_pair(ids, places, found, token, index // TILES, TOP_K, HAS_MAP)
         loaded = _down_tile(w2_at, expert, w_expert, in_k, column, index % TILES, N, COLUMNS)
         ahead = ahead + (loaded,)  # type: ignore[assignment]  # noqa: RUF005  (Triton knows no unpacking)
     scales = ()
     if W_SCALED == 2:
         first = tl.program_id(1) * ROWS
         for index in tl.static_range(SCALES_AHEAD):
-            _, expert = _pair_at(ids, places, found, index // TILES, first_pair, HAS_MAP)
+            _, expert = _token_pair(ids, places, found, token, index // TILES, TOP_K, HAS_MAP)
             part_at = (index % TILES) * COLUMNS + lane * VECTOR
             scale_at = w2_scale + expert * w_scale_expert + (first // GROUP_K) * w_scale_row
             loaded = tl.load(scale_at + part_at // GROUP_N * w_scale_group, mask=(expert >= 0) & (part_at < N), other=0.0)
@@ -287,7 +300,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     dot = tl.zeros((COLUMNS // VECTOR, ROWS), tl.float32)
     biases = tl.zeros((ROWS,), tl.float32)
     for slot in tl.static_range(TOP_K):
-        pair, expert = _pair_at(ids, places, found, slot, first_pair, HAS_MAP)
+        pair, expert = _token_pair(ids, places, found, token, slot, TOP_K, HAS_MAP)
         if slot < count:
             is_local = expert >= 0
             if WEIGHTED:  # noqa: SIM108  (the ternary has no common type for mypy)
