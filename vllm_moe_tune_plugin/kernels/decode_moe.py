@@ -52,7 +52,7 @@ def _local_pairs(ids, expert_map, first, pairs, PADDED: tl.constexpr):  # type: 
     return place, (local << 32) + first + number, tl.sum(is_local)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _local_pair(places, pairs, place):  # type: ignore[no-untyped-def]
     """The pair at a place among this rank's, and its expert."""
     # Beyond the last one it is nobody's: -1, the pair 2**32 - 1 of expert -1.
@@ -149,6 +149,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
             pair, expert = _local_pair(places, found, first + turn * tl.num_programs(0))
         else:
             pair, expert = first, only
+        # With a map always so; asked all the same, the compiler needs fewer registers.
         if not HAS_MAP or expert >= 0:
             token = pair // TOP_K
             n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
