@@ -485,7 +485,8 @@ class Experts:
             gemm1_clamp_limit=None,
         )
         self.block_shape = None
-        self.moe_config = SimpleNamespace(swiglu_limit=None)
+        parallel = SimpleNamespace(use_all2all_kernels=False, all2all_backend="allgather_reducescatter")
+        self.moe_config = SimpleNamespace(swiglu_limit=None, moe_parallel_config=parallel)
 
 
 class OtherExperts(Experts):
@@ -665,6 +666,36 @@ def test_up_to_the_window_the_kernels_serve(served: list[int], monkeypatch: pyte
     changes["hidden_states"] = torch.zeros(tokens, 32, dtype=torch.bfloat16)
     assert experts_class().apply(**call(**changes)._asdict()) == (None if tokens < 3 else "stock")
     assert served == [tokens] * (tokens < 3)
+
+
+@pytest.mark.parametrize("setting", [None, 2])
+@pytest.mark.parametrize(
+    ("backend", "all2all", "serves"),
+    [
+        ("allgather_reducescatter", True, True),
+        ("naive", True, True),
+        ("deepep_high_throughput", True, False),
+        ("one of a later vLLM", True, False),
+        ("deepep_high_throughput", False, True),  # one data-parallel rank: nothing is brought
+        (None, True, False),
+    ],
+)
+def test_with_experts_elsewhere_a_rank_must_get_all_tokens(
+    served: list[int], monkeypatch: pytest.MonkeyPatch, backend: str | None, all2all: bool, serves: bool, setting: int | None
+) -> None:
+    """Else the window says nothing about it, unless the user does."""
+    monkeypatch.setattr(decode_kernel.tuned_tiles, "look_up", lambda *_: None)
+    _, experts_class = patch_of(monkeypatch, stock_apply, decode_tokens=setting)
+    experts = experts_class()
+    parallel = None if backend is None else SimpleNamespace(use_all2all_kernels=all2all, all2all_backend=backend)
+    experts.moe_config.moe_parallel_config = parallel
+    expert_map = torch.arange(12, dtype=torch.int32) % 7 - 1
+    names = ("output", "hidden_states", "topk_ids", "topk_weights")
+    one_token = {name: getattr(call(), name)[:1].contiguous() for name in names}
+    for shared in (True, False):
+        stock = shared and not serves and setting is None
+        arguments = call(**one_token, expert_map=expert_map if shared else None)._asdict()
+        assert experts.apply(**arguments) == ("stock" if stock else None)
 
 
 def test_a_parameter_that_is_not_known_may_mean_anything(monkeypatch: pytest.MonkeyPatch, on_gpu: None) -> None:

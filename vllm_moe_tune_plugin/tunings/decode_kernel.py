@@ -75,6 +75,9 @@ FP8_SHARE = 0.2
 #: The types of weights, as a search names them.
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 
+#: vLLM's ways to bring the tokens of all data-parallel ranks to each rank ("naive" up to 0.18).
+GATHERING = ("allgather_reducescatter", "naive")
+
 #: The steps of TritonExperts.apply that a class or an instance may replace.
 STEPS = ("activation", "moe_sum", "_finalize_expert_output", "_apply_router_weight_in_gemm2")
 #: vLLM's marks of weights that it left on the host (`_vllm_is_uva_offloaded` since 0.16).
@@ -130,9 +133,10 @@ def window(problem: Problem, expert_bytes: int) -> int:
     they win while few tokens share an expert: on an H200 up to a quarter as many (token, expert) pairs as experts for every
     shape, and up to half as many where experts are small.
 
-    With expert parallelism a rank reads less, while stock's five launches take what they always take: there the kernels win
-    as long as what they read again takes no longer than what they save. fp8 weights cost them time also at first reading.
-    (``tests/gpu/results/expert-parallel``: six models on one of 2, 4 and 8 ranks.)
+    With expert parallelism the tokens are those of all ranks (:func:`why_not_all_tokens`). A rank reads less for them, while
+    stock's five launches take what they always take: there the kernels win as long as what they read again takes no longer
+    than what they save. fp8 weights cost them time also at first reading. (``tests/gpu/results/expert-parallel``: six models
+    on one of 2, 4 and 8 ranks.)
 
     Args:
         expert_bytes: bytes of one expert's weights.
@@ -181,6 +185,20 @@ def reach(
     tokens = window(problem, expert_bytes)
     slow = f"stock is faster with a top-k of {problem.top_k} and {problem.local_experts} experts of this size on a rank"
     return tokens, "as measured on Hopper" if tokens else slow
+
+
+def why_not_all_tokens(experts: Any) -> str:
+    """Why a rank may get other tokens than those of all ranks together, empty where it gets them.
+
+    The window with expert parallelism is for a batch of which a rank serves its share of the pairs. Other ways to bring tokens
+    to experts bring a rank those that chose its own: fewer, each with more pairs for it.
+    """
+    parallel = getattr(getattr(experts, "moe_config", None), "moe_parallel_config", None)
+    if parallel is None:
+        return "this vLLM's experts do not tell how tokens come to a rank"
+    if not parallel.use_all2all_kernels or parallel.all2all_backend in GATHERING:
+        return ""
+    return f"not measured with {parallel.all2all_backend}, which brings a rank the tokens of its experts only"
 
 
 def why_stock(experts: Any, call: Call, stock_class: type) -> str:
@@ -335,6 +353,9 @@ def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict
             if why:
                 return 0, why, None
             device, problem = call.w1.device, _problem(experts, call)
+            is_shared = problem.local_experts < problem.num_experts
+            if decode_tokens is None and is_shared and (why := why_not_all_tokens(experts)):
+                return 0, why, None
             found = tuned_tiles.look_up(folder, gpu.name(device), problem)
             return *reach(problem, expert_bytes(call.w1, call.w2), gpu.capability(device), found, decode_tokens), found
 
