@@ -17,6 +17,7 @@ import pathlib
 import sys
 import tempfile
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -63,7 +64,13 @@ STARTS: dict[str, tuple[int, ...]] = {
     "rank 1 is cold": (1,),
 }
 
-LAYOUTS = {"TP4": Layout(4, 1), "EP4": Layout(4, 1, True), "DP4": Layout(1, 4), "DP2xTP2": Layout(2, 2)}
+LAYOUTS = {
+    "TP4": Layout(4, 1),
+    "EP4": Layout(4, 1, True),
+    "DP4": Layout(1, 4),
+    "DP4xEP4": Layout(1, 4, True),
+    "DP2xTP2": Layout(2, 2),
+}
 
 
 def join(layout: Layout, rank: int, folder: str) -> Any:
@@ -203,7 +210,13 @@ def be_rank(name: str, rank: int, folder: str, calls: list[no_gpu.Call]) -> dict
         parallel = moe_parallel(engine)
         setup = call_sites.Setup(dp_size=parallel.dp_size, dp_rank=parallel.dp_rank, parallel=parallel)
         states = {tuning["name"]: {patch["target"]: patch["state"] for patch in tuning["patches"]} for tuning in status()}
-        agreed = {"states": states, "windows": windows(parallel), "starts": starts(engine, setup, calls, folder)}
+        experts = SimpleNamespace(moe_config=SimpleNamespace(moe_parallel_config=parallel))
+        agreed = {
+            "states": states,
+            "windows": windows(parallel),
+            "why not all tokens": decode_kernel.why_not_all_tokens(experts),
+            "starts": starts(engine, setup, calls, folder),
+        }
         everyone: list[Any] = [None] * RANKS
         torch.distributed.all_gather_object(everyone, agreed)
         mapped = expert_map(parallel, 128)

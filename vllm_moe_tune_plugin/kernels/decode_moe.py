@@ -8,7 +8,9 @@ the second the down projection with the router-weighted sum. What keeps memory b
 * the second kernel is launched while the first still runs (programmatic dependent launch) and has the first tiles of its
   weights in registers by the time the first one's results are there;
 * programs that read the same rows for different tokens are neighbours, so that an expert chosen by several tokens comes
-  from memory once and from the L2 cache after that.
+  from memory once and from the L2 cache after that;
+* where experts are shared out to ranks, programs look for this rank's pairs first: there are as many programs as it expects
+  pairs, and none multiplies zeros for experts of other ranks.
 
 Every sum has one fixed order: the same input gives the same bits in every run.
 """
