@@ -1,7 +1,8 @@
 """What each of four ranks decides and computes: gloo processes on the CPU, in vLLM's own process groups.
 
-Real are vLLM's groups and its configurations of parallel MoE layers, FlashInfer's autotuner and vLLM's warm-up of it, and the
-decode kernels, which run in Triton's interpreter. Only the measuring of a tactic is left out, as in tests/autotune.
+Real are vLLM's groups and its configurations of parallel MoE layers, its way of bringing tokens from rank to rank, FlashInfer's
+autotuner and vLLM's warm-up of it, and the decode kernels, which run in Triton's interpreter. Gloo stands for NCCL, and the
+measuring of a tactic is left out, as in tests/autotune.
 
 As a program: python ranks.py OUTPUT
 """
@@ -9,6 +10,7 @@ As a program: python ranks.py OUTPUT
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import multiprocessing
@@ -26,13 +28,19 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / "autotune"))
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "stock"))
 import call_sites
 import real
+from packaging.version import Version
 
 from vllm_moe_tune_plugin import no_gpu, status
-from vllm_moe_tune_plugin.stack import exists
+from vllm_moe_tune_plugin.bench import experts as bench_experts
+from vllm_moe_tune_plugin.bench import layer as bench_layer
+from vllm_moe_tune_plugin.bench.shapes import Shape
+from vllm_moe_tune_plugin.stack import exists, installed
 from vllm_moe_tune_plugin.tuned_tiles import Problem
 from vllm_moe_tune_plugin.tunings import decode_kernel
 
 RANKS = 4
+#: Earlier releases load CUDA's libraries with the module that brings tokens from rank to rank.
+TOGETHER = (installed("vllm") or Version("0")) >= Version("0.30")
 BATCHED_TOKENS = 8192
 LAYERS = "vllm.model_executor.layers.fused_moe"
 KERNEL = "trtllm_fp8_per_tensor_scale_moe"
@@ -198,6 +206,101 @@ def error_of_the_sum(parallel: Any) -> float:
     return float((output - expected).norm() / expected.norm())
 
 
+class GlooCommunicator:
+    """What NCCL does for a group of ranks, on the CPU: gathers and sums of tokens, of which ranks have different numbers."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def all_gatherv(self, tensors: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+        import torch
+
+        gathered = []
+        for tensor in tensors:
+            parts = [tensor.new_empty(size, *tensor.shape[1:]) for size in sizes or [tensor.size(0)] * RANKS]
+            # Padded, because gloo gathers equal parts only.
+            most = max(part.size(0) for part in parts)
+            padded = [tensor.new_empty(most, *tensor.shape[1:]) for _ in parts]
+            own = tensor.new_zeros(most, *tensor.shape[1:])
+            own[: tensor.size(0)] = tensor
+            torch.distributed.all_gather(padded, own, group=self.group)
+            gathered.append(torch.cat([whole[: part.size(0)] for whole, part in zip(padded, parts, strict=True)]))
+        return gathered
+
+    def reduce_scatterv(self, tensor: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+        import torch
+
+        whole = tensor.float()
+        torch.distributed.all_reduce(whole, group=self.group)
+        return whole.to(tensor.dtype).split(sizes or tensor.size(0) // RANKS)[torch.distributed.get_rank()]
+
+    def reduce_scatterv_into_output(self, tensor: Any, output: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+        return output.copy_(self.reduce_scatterv(tensor, dim, sizes))
+
+
+def serve_together(engine: Any, parallel: Any) -> dict[str, Any]:
+    """One MoE layer, other tokens on each rank, through vLLM's own way from rank to rank.
+
+    Returns how many tokens the decode kernel had in each of its calls, and the error of this rank's tokens against float64.
+    """
+    import torch
+
+    state = importlib.import_module("vllm.distributed.parallel_state")
+    all2all = importlib.import_module("vllm.distributed.device_communicators.all2all")
+    context = importlib.import_module("vllm.forward_context")
+    prepare = importlib.import_module(f"{LAYERS}.prepare_finalize")
+    kernels = importlib.import_module(f"{LAYERS}.modular_kernel")
+    config = importlib.import_module(f"{LAYERS}.config")
+    group, everyone = state.get_dp_group(), state.get_ep_group()
+    group.device_communicator = GlooCommunicator(group.cpu_group)
+    with importlib.import_module("vllm.config").set_current_vllm_config(engine):
+        everyone.device_communicator = all2all.AgRsAll2AllManager(everyone.cpu_group)
+
+    decode = importlib.import_module("test_decode_moe")
+    torch.manual_seed(3)  # all ranks draw the same and take their part
+    sizes, rank = [2, 1, 3, 2], torch.distributed.get_rank()
+    whole = decode.draw(sum(sizes), hidden=64, inner=32, dtype=torch.bfloat16, experts=16, top_k=3)
+    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    mapped = expert_map(parallel, 16)
+    mine = (mapped >= 0).nonzero().flatten()
+    shape = Shape("tiny", 16, 3, 32, 64)
+
+    moe = bench_experts.moe_config(config, shape, len(mine), 1, "bf16", torch.device("cpu"))
+    moe = dataclasses.replace(moe, moe_parallel_config=parallel)
+    triton_moe = importlib.import_module(f"{LAYERS}.experts.triton_moe")
+    layer = kernels.FusedMoEKernel(
+        prepare.MoEPrepareAndFinalizeNaiveDPEPModular(num_dispatchers=RANKS),
+        triton_moe.TritonExperts(moe_config=moe, quant_config=config.FUSED_MOE_UNQUANTIZED_CONFIG),
+    )
+    seen: list[int] = []
+    run = decode_kernel._run
+
+    def counted(experts: Any, call: Any, found: Any) -> None:
+        seen.append(call.topk_ids.size(0))
+        run(experts, call, found)
+
+    bench_experts.renew_workspaces(bench_layer.Interpreter().device)
+    tokens = torch.tensor(sizes, dtype=torch.int32)
+    with (
+        mock.patch.object(decode_kernel, "_run", counted),
+        context.set_forward_context(None, engine, num_tokens=sizes[rank], num_tokens_across_dp=tokens),
+        context.get_forward_context().dp_metadata.sp_local_sizes(1),
+    ):
+        got = layer.apply(
+            hidden_states=whole.x[own],
+            w1=whole.w1[mine],
+            w2=whole.w2[mine],
+            topk_weights=whole.weights[own],
+            topk_ids=whole.ids[own].int(),
+            activation=importlib.import_module(f"{LAYERS}.activation").MoEActivation.SILU,
+            global_num_experts=16,
+            expert_map=mapped,
+            apply_router_weight_on_input=False,
+        ).double()
+    expected = decode.reference(whole)[own]
+    return {"served": seen, "error": float((got - expected).norm() / expected.norm())}
+
+
 def be_rank(name: str, rank: int, folder: str, calls: list[no_gpu.Call]) -> dict[str, Any]:
     """Register, join the others, decide, compute. What all must agree on is compared over the ranks' own group."""
     import torch
@@ -227,6 +330,7 @@ def be_rank(name: str, rank: int, folder: str, calls: list[no_gpu.Call]) -> dict
             "ranks": [parallel.tp_rank, parallel.dp_rank, parallel.ep_rank],
             "experts": list(range(128)) if mapped is None else (mapped >= 0).nonzero().flatten().tolist(),
             "error": error_of_the_sum(parallel),
+            "together": serve_together(engine, parallel) if name == "DP4xEP4" and TOGETHER else None,
         }
 
 
