@@ -368,8 +368,8 @@ def choose_tiles(
 
     Columns, and with them the order of every sum, do not depend on the number of tokens. The rest was measured on an H200
     (``tests/gpu/results/sweep``): Qwen3-30B-A3B, Qwen3-Next, Qwen3.5-35B-A3B, DeepSeek-V3 TP8 and gpt-oss-120b in bf16, the
-    first in fp8 blocks, with 1 to 8 tokens; with expert parallelism of 2 and 8 the first two, GLM-4.5-Air and gpt-oss-120b,
-    with 1 to 16 tokens.
+    first in fp8 blocks, with 1 to 8 tokens; one of 2 and 8 ranks with a share of the experts of Qwen3-30B-A3B and GLM-4.5-Air
+    in bf16 and in fp8 blocks, with 1 to 16.
 
     Args:
         hidden: K, the model's hidden size.
@@ -407,7 +407,7 @@ def choose_tiles(
     # Whether all programs are resident with the most registers there are.
     roomy = tokens * triton.cdiv(hidden, down_rows) * down_warps <= ROOMY * multiprocessors
     if expected is not None and not roomy:
-        # A token has few experts here: more rows of each instead, as long as a row takes few registers.
+        # A token has few experts here: more rows of each instead, where those take few registers or there are few programs.
         down_rows, ahead = (4, 2) if parts <= 2 or (weight_bytes == 1 and tokens == 1) else (2, 4)
     elif weight_bytes == 1:
         ahead = 4

@@ -194,11 +194,12 @@ def why_not_all_tokens(experts: Any) -> str:
     to experts bring a rank those that chose its own: fewer, each with more pairs for it.
     """
     parallel = getattr(getattr(experts, "moe_config", None), "moe_parallel_config", None)
-    if parallel is None:
+    brought, backend = (getattr(parallel, name, None) for name in ("use_all2all_kernels", "all2all_backend"))
+    if brought is None:
         return "this vLLM's experts do not tell how tokens come to a rank"
-    if not parallel.use_all2all_kernels or parallel.all2all_backend in GATHERING:
+    if not brought or backend in GATHERING:
         return ""
-    return f"not measured with {parallel.all2all_backend}, which brings a rank the tokens of its experts only"
+    return f"not measured with {backend}, which brings a rank the tokens of its experts only"
 
 
 def why_stock(experts: Any, call: Call, stock_class: type) -> str:
