@@ -55,15 +55,23 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return len(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"])
 
 
-def compile_both(fp8: bool, mapped: bool, biased: bool, inner: int) -> list[int]:
+def compile_both(fp8: bool, mapped: bool) -> list[int]:
+    """The sizes of both kernels; those of bf16 have biases, those of fp8 scales for each block."""
     weights = torch.float8_e4m3fn if fp8 else torch.bfloat16
     x = torch.empty(TOKENS, HIDDEN, dtype=weights)
-    w1, w2 = torch.empty(EXPERTS, 2 * inner, HIDDEN, dtype=weights), torch.empty(EXPERTS, HIDDEN, inner, dtype=weights)
+    w1, w2 = torch.empty(EXPERTS, 2 * INNER, HIDDEN, dtype=weights), torch.empty(EXPERTS, HIDDEN, INNER, dtype=weights)
     block = (128, 128)
-    all_scales = (
-        scales.of_input(torch.ones(TOKENS, HIDDEN // 128), TOKENS, HIDDEN, block),
-        scales.of_weight(torch.ones(EXPERTS, 2 * inner // 128, HIDDEN // 128), w1, block),
-        scales.of_weight(torch.ones(EXPERTS, HIDDEN // 128, inner // 128), w2, block),
+    more: dict[str, Any] = (
+        {
+            "x_scale": scales.of_input(torch.ones(TOKENS, HIDDEN // 128), TOKENS, HIDDEN, block),
+            "w1_scale": scales.of_weight(torch.ones(EXPERTS, 2 * INNER // 128, HIDDEN // 128), w1, block),
+            "w2_scale": scales.of_weight(torch.ones(EXPERTS, HIDDEN // 128, INNER // 128), w2, block),
+        }
+        if fp8
+        else {
+            "w1_bias": torch.empty(EXPERTS, 2 * INNER, dtype=torch.bfloat16),
+            "w2_bias": torch.empty(EXPERTS, HIDDEN, dtype=torch.bfloat16),
+        }
     )
     up, down = Launches(decode_moe._gate_up_kernel), Launches(decode_moe._down_kernel)
     with mock.patch.multiple(decode_moe, _gate_up_kernel=up, _down_kernel=down):
@@ -74,21 +82,18 @@ def compile_both(fp8: bool, mapped: bool, biased: bool, inner: int) -> list[int]
             w2,
             torch.ones(TOKENS, TOP_K),
             torch.zeros(TOKENS, TOP_K, dtype=torch.int32),
-            torch.empty(TOKENS * TOP_K * inner, dtype=torch.bfloat16),
+            torch.empty(TOKENS * TOP_K * INNER, dtype=torch.bfloat16),
             activation="silu",
             expert_map=torch.zeros(4 * EXPERTS, dtype=torch.int32) if mapped else None,
-            **dict(zip(("x_scale", "w1_scale", "w2_scale"), all_scales, strict=True)) if fp8 else {},
-            w1_bias=torch.empty(EXPERTS, 2 * inner, dtype=torch.bfloat16) if biased else None,
-            w2_bias=torch.empty(EXPERTS, HIDDEN, dtype=torch.bfloat16) if biased else None,
             pdl=True,
+            **more,
         )
     return [compile_launch(launches.kernel, *call) for launches in (up, down) for call in launches.calls]
 
 
 def main() -> None:
     for fp8, mapped in itertools.product((False, True), repeat=2):
-        sizes = compile_both(fp8, mapped, biased=not fp8, inner=INNER)
-        print(json.dumps({"fp8": fp8, "mapped": mapped, "bytes": sizes}), flush=True)
+        print(json.dumps({"fp8": fp8, "mapped": mapped, "bytes": compile_both(fp8, mapped)}), flush=True)
 
 
 if __name__ == "__main__":

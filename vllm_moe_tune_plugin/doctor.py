@@ -102,7 +102,7 @@ def _decode(layer: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
         found = tuned_tiles.look_up(tuned_tiles.folder_of(settings), gpu.name(device), problem)
     size = 3 * problem.intermediate * problem.hidden * (1 if problem.dtype.startswith("fp8") else 2)
     tokens, reason = decode_kernel.reach(problem, size, capability, found, settings.decode_tokens)
-    if problem.local_experts < problem.num_experts and settings.decode_tokens is None:
+    if problem.is_shared and settings.decode_tokens is None:
         reason += f", where all tokens come to all ranks ({decode_kernel.GATHERING[0]})"
     if not torch.cuda.is_available():
         reason = f"no GPU here; {reason}"

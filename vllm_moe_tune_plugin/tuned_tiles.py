@@ -62,6 +62,11 @@ class Problem:
     hidden: int
     dtype: str
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks hold some of the experts."""
+        return self.local_experts < self.num_experts
+
     @classmethod
     def of(cls, shape: Shape, dtype: str, ep: int) -> Problem:
         """A layer whose experts are shared out to ``ep`` ranks."""

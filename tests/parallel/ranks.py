@@ -217,14 +217,13 @@ class GlooCommunicator:
 
         gathered = []
         for tensor in tensors:
-            parts = [tensor.new_empty(size, *tensor.shape[1:]) for size in sizes or [tensor.size(0)] * RANKS]
+            counts = sizes or [tensor.size(0)] * RANKS
             # Padded, because gloo gathers equal parts only.
-            most = max(part.size(0) for part in parts)
-            padded = [tensor.new_empty(most, *tensor.shape[1:]) for _ in parts]
-            own = tensor.new_zeros(most, *tensor.shape[1:])
+            own = tensor.new_zeros(max(counts), *tensor.shape[1:])
             own[: tensor.size(0)] = tensor
+            padded = [torch.empty_like(own) for _ in counts]
             torch.distributed.all_gather(padded, own, group=self.group)
-            gathered.append(torch.cat([whole[: part.size(0)] for whole, part in zip(padded, parts, strict=True)]))
+            gathered.append(torch.cat([part[:count] for part, count in zip(padded, counts, strict=True)]))
         return gathered
 
     def reduce_scatterv(self, tensor: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:

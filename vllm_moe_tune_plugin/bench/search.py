@@ -173,10 +173,11 @@ def window(rows: Sequence[dict[str, Any]]) -> int:
 
 def formula(layers: Sequence[experts.Layer], tokens: int) -> dict[str, int]:
     """The tiles that the kernels take for that many tokens where nothing was searched."""
-    from vllm_moe_tune_plugin.kernels.decode_moe import tiles_of
+    from vllm_moe_tune_plugin.kernels.decode_moe import expected_pairs, tiles_of
 
-    held = layers[0]
-    return dataclasses.asdict(tiles_of(held.weights.w1, held.weights.w2, held.expert_map, tokens, held.shape.top_k))
+    weights, top_k = layers[0].weights, layers[0].shape.top_k
+    expected = expected_pairs(weights.w1, layers[0].expert_map, tokens * top_k)
+    return dataclasses.asdict(tiles_of(weights.w1, weights.w2, tokens, top_k, expected))
 
 
 def kernels_alone(

@@ -320,7 +320,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
                 else:
                     tile = _down_tile(w2_at, expert, w_expert, in_k, column, part, N, COLUMNS)
                 # Masked also for a pair without a local expert: its row of h was never written.
-                values = tl.load(h + pair.to(tl.int64) * N + start + column, mask=is_local & (start + column < N), other=0.0)
+                values = tl.load(h + pair * N + start + column, mask=is_local & (start + column < N), other=0.0)
                 product = tl.sum(tile.to(tl.float32) * values.to(tl.float32)[:, None, :], 2)
                 if W_SCALED == 2:
                     if slot * TILES + part < SCALES_AHEAD:
@@ -381,21 +381,16 @@ def choose_tiles(
         expected: with an expert map, how many (token, expert) pairs are this rank's if all experts are chosen alike.
     """
     vector = 16 // weight_bytes
+    # With a map a program looks for its pair before its first load: rows make more of that, once there are programs enough.
+    few = expected is not None and expected * intermediate <= 2 * RESIDENT * multiprocessors
     if weight_bytes == 1:
         # A row of fp8 is short: four of them share the activations, which are as long as each.
-        up_rows, up_columns, loads = 4, 1024, 1
-    else:
+        up_rows, up_columns, loads = 2 if few else 4, 1024, 1
+    elif hidden <= 2048:
         # What is read in one step needs no second row to keep loads in flight.
-        up_rows, up_columns, loads = 1 if hidden <= 2048 else 2, 2048, 2
-    if expected is not None:
-        # Before its first load a program looks for its pair: a second row makes more of that, once there are programs enough.
-        few = expected * intermediate <= 2 * RESIDENT * multiprocessors
-        if weight_bytes > 1 and hidden > 2048:
-            up_rows, up_columns = 1, 1024
-        elif weight_bytes > 1:
-            up_rows = 1 if few else 2
-        elif few:
-            up_rows = 2
+        up_rows, up_columns, loads = 1 if few or expected is None else 2, 2048, 2
+    else:
+        up_rows, up_columns, loads = (2, 2048, 2) if expected is None else (1, 1024, 2)
     up_columns = min(up_columns, max(vector, triton.next_power_of_2(hidden)))
     up_warps = max(1, up_columns // (32 * vector * loads))
     # A warp for two rows. The kernel is unrolled over the tiles of all slots: keep the code short.
@@ -422,9 +417,8 @@ def expected_pairs(w1: torch.Tensor, expert_map: torch.Tensor | None, pairs: int
     return None if expert_map is None else triton.cdiv(pairs * w1.size(0), expert_map.numel())
 
 
-def tiles_of(w1: torch.Tensor, w2: torch.Tensor, expert_map: torch.Tensor | None, tokens: int, top_k: int) -> Tiles:
+def tiles_of(w1: torch.Tensor, w2: torch.Tensor, tokens: int, top_k: int, expected: int | None) -> Tiles:
     """The tiles by formula for these weights on their GPU."""
-    expected = expected_pairs(w1, expert_map, tokens * top_k)
     return choose_tiles(w2.size(1), w2.size(2), top_k, w1.element_size(), tokens, gpu.multiprocessors(w1.device), expected)
 
 
@@ -476,7 +470,7 @@ def decode_moe(
     # 16 bytes are what a thread loads at once, of h as well as of the weights.
     up_vector, down_vector = 16 // w1.element_size(), 16 // max(w2.element_size(), h.element_size())
     if tiles is None:
-        tiles = tiles_of(w1, w2, expert_map, tokens, top_k)
+        tiles = tiles_of(w1, w2, tokens, top_k, expected)
     if tiles.up_columns % up_vector or tiles.down_columns % down_vector:
         raise ValueError(f"columns of a tile in multiples of {up_vector} and {down_vector} are needed, not {tiles}")
     gated = activation != "relu2_no_mul"

@@ -144,7 +144,7 @@ def window(problem: Problem, expert_bytes: int) -> int:
     is_small = expert_bytes <= SMALL_EXPERT
     sparsity, most = SMALL if is_small else LARGE
     sparse = min(most, problem.num_experts // sparsity // problem.top_k)
-    if problem.local_experts >= problem.num_experts:
+    if not problem.is_shared:
         return sparse
     if not problem.dtype.startswith("fp8"):
         tokens, share, budget = SMALL[1], 0.0, BUDGET
@@ -354,8 +354,7 @@ def _decide(target: str, settings: Settings) -> Callable[[Any], Advice | Verdict
             if why:
                 return 0, why, None
             device, problem = call.w1.device, _problem(experts, call)
-            is_shared = problem.local_experts < problem.num_experts
-            if decode_tokens is None and is_shared and (why := why_not_all_tokens(experts)):
+            if decode_tokens is None and problem.is_shared and (why := why_not_all_tokens(experts)):
                 return 0, why, None
             found = tuned_tiles.look_up(folder, gpu.name(device), problem)
             return *reach(problem, expert_bytes(call.w1, call.w2), gpu.capability(device), found, decode_tokens), found
